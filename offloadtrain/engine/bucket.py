@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.local_part import LocalPart, local
-from offloadtrain.engine.parameters import gradient_of, set_gradient
 from offloadtrain.engine.skipping import Usage
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
@@ -58,13 +56,6 @@ class Slot:
         return cls(
             name, param, index, offset, local_tensor.numel(), shape, stride, part, global_shape
         )
-
-    def gradient(self) -> Tensor | None:
-        """Return what this rank holds of the gradient, if there is one."""
-        grad = gradient_of(self.param)
-        if grad is None or not isinstance(self.local, LocalPart):
-            return grad
-        return self.local.of_gradient(grad)
 
     def view(self, flat: Tensor) -> Tensor:
         """View the parameter's elements of a whole flat buffer, shaped as the parameter."""
@@ -197,13 +188,6 @@ class Bucket:
         starts = range(0, self.numel, self.shard_numel)
         return [_piece(slot, lo, lo + self.shard_numel) for lo in starts]
 
-    def take_gradients(self) -> Delivered:
-        """Remove the gradients that its parameters hold, and return them."""
-        gradients = [(slot, grad) for slot in self.slots if (grad := slot.gradient()) is not None]
-        for slot, _ in gradients:
-            set_gradient(slot.param, None)
-        return gradients
-
     @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
@@ -298,69 +282,3 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 Delivered = Sequence[tuple[Slot, Tensor]]
 """Parameters of a bucket, in its order, with the gradients that they received."""
-
-
-class Targets(NamedTuple):
-    """The places of some parameters' gradients in one piece of staging.
-
-    Attributes:
-        views: a view of staging for each copy.
-        sources: for each copy, the place of its gradient among those delivered, and of a part
-            [first, last) of it; None for the whole.
-        gaps: what no gradient is written to.
-    """
-
-    views: list[Tensor]
-    sources: list[tuple[int, tuple[int, int] | None]]
-    gaps: list[Tensor]
-
-
-def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Targets:
-    """Make the views for gradients of `slots`, one rank's part after another.
-
-    Args:
-        flat: (ranks · n,) on the device, working dtype, or fp32 where ranks sum in fp32.
-        starts: for each rank, the first of its n elements in the bucket.
-    """
-    targets, count = Targets([], [], []), flat.numel() // len(starts)
-    for rank, lo in enumerate(starts):
-        piece = flat[rank * count : (rank + 1) * count]
-        # Elements [lo, hi) of the bucket; those before `end` have their views.
-        hi, end = lo + piece.numel(), lo
-        for number, slot in enumerate(slots):
-            first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
-            if first >= last:
-                continue
-            if first > end:
-                targets.gaps.append(piece[end - lo : first - lo])
-            view, is_complete = piece[first - lo : last - lo], last - first == slot.numel
-            targets.views.append(slot.shaped(view) if is_complete else view)
-            cut = None if is_complete else (first - slot.offset, last - slot.offset)
-            targets.sources.append((number, cut))
-            end = last
-        if end < hi:
-            targets.gaps.append(piece[end - lo :])
-    return targets
-
-
-def fill(targets: Targets, delivered: Delivered) -> None:
-    """Copy the gradients to their places, and zeros between them."""
-    sources = [
-        delivered[number][1] if cut is None else flat_gradient(*delivered[number])[slice(*cut)]
-        for number, cut in targets.sources
-    ]
-    with torch.no_grad():
-        if targets.gaps:
-            torch._foreach_zero_(targets.gaps)
-        if sources:
-            torch._foreach_copy_(targets.views, sources)
-
-
-def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
-    """Return a gradient as (numel,) in the order of the parameter's memory: a view where it has
-    that order, otherwise a copy."""
-    if grad.stride() == slot.stride:
-        return torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
-    flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
-    slot.shaped(flat).copy_(grad)
-    return flat

@@ -19,10 +19,9 @@ from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.checks import ModelError, has_compiled, keeps_fp32
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.norm import NormMeasure, SquareSums
+from offloadtrain.engine.interpreter import Functions, Interpreter
+from offloadtrain.engine.norm import NormMeasure
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.relayout import Earlier
 from offloadtrain.engine.residency import Residency
@@ -82,7 +81,6 @@ def build(
     in_order = division.in_order
     gradients = Gradients(blocks, program, interpreter, functions, ranks, in_order=in_order)
     trained = [bucket for block in blocks for bucket in block.buckets]
-    squares = SquareSums(trained, program, interpreter, memory, division)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn, earlier)
@@ -105,7 +103,9 @@ def build(
         interpreter=interpreter,
         functions=functions,
         gradients=gradients,
-        norm_measure=NormMeasure(squares, gradients, functions, division),
+        norm_measure=NormMeasure(
+            trained, program, interpreter, memory, gradients, functions, division
+        ),
         residency=residency,
         ranks=ranks,
     )
@@ -156,12 +156,12 @@ def lay_out(
     for block in blocks:
         for bucket in block.buckets:
             bucket.spec = laid[bucket.name]
-        # Frozen weights of a block that stays on the device are no bucket: they never move.
-        if block.name not in spec.streamed:
-            block.frozen = ()
         block.streamed = block.name in spec.streamed
         # A slot holds one version: a backward of the other begins with a load of it.
-        block.graphs.versions = 1 if block.streamed else spec.weight_versions
+        if not block.streamed:
+            block.graphs.versions = spec.weight_versions
+            # Frozen weights of a block that stays on the device are no bucket: they never move.
+            block.frozen = ()
     return spec
 
 

@@ -21,14 +21,13 @@ from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradient_access import GradientAccess
 from offloadtrain.engine.gradients import Gradients, GradStatus
-from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.salvage import require_on_host
+from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport, warn_of_skips
 from offloadtrain.runtime.lanes import Lanes
@@ -442,7 +441,8 @@ class Engine:
         Raises:
             SalvageError: the state is between two steps, or not on the host.
         """
-        require_on_host(self.program.spec)
+        if lost := self.program.spec.lost_with_device:
+            raise SalvageError(lost)
         self._interpreter.salvage(failure)
         self.counter.update_scale()
         self.salvaged = True
@@ -591,10 +591,11 @@ class Engine:
         self.residency.close()
 
     def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:
-        """Wait for the norm of the step; raises as `NormMeasure.measure`."""
-        return self._norm_measure.measure(
-            asker, self.counter.steps, self.counter.undecided_scale, max_norm, skip=skip
-        )
+        """Wait for the norm of the step; raises as `NormMeasure.send`, and what it returns."""
+        counter = self.counter
+        return self._norm_measure.send(
+            asker, counter.steps, counter.undecided_scale, max_norm, skip=skip
+        )()
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.undecided_scale * self._ranks.everyone.size

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.interpreter import Functions
 from offloadtrain.runtime.process_group import RankError, Ranks
 
 Args = ParamSpec("Args")

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import takewhile
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Delivered, Slot
-from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.parameters import gradient_of, set_gradient
+from offloadtrain.engine.interpreter import Functions, Interpreter
+from offloadtrain.engine.local_part import LocalPart
+from offloadtrain.engine.parameters import gradient_of, set_gradient, take_gradient
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.program import Program
 
@@ -112,7 +113,10 @@ class InFlight:
             block.clock.first = 0
 
 
-class ReduceOrder:
+_T = TypeVar("_T")
+
+
+class ReduceOrder(Generic[_T]):
     """The order in which blocks send their gradients. Several ranks have one order for all of them,
     and a block that is ready before its turn waits.
 
@@ -120,14 +124,14 @@ class ReduceOrder:
         ready_blocks: blocks in the order in which they became ready in this pass.
     """
 
-    def __init__(self, order: Sequence[int], *, free: bool) -> None:
+    def __init__(self, order: Sequence[_T], *, free: bool) -> None:
         """`free`: every block is sent as soon as it is ready."""
         self._order = list(order)
         self._free = free
         self._next = 0
-        self.ready_blocks: dict[int, None] = {}
+        self.ready_blocks: dict[_T, None] = {}
 
-    def ready(self, block: int) -> list[int]:
+    def ready(self, block: _T) -> list[_T]:
         """Return the blocks to send, in order, now that `block` is ready."""
         self.ready_blocks[block] = None
         if self._free:
@@ -139,12 +143,12 @@ class ReduceOrder:
         return due
 
     @property
-    def awaited(self) -> int | None:
+    def awaited(self) -> _T | None:
         """The block whose turn it is, which is not ready; None if all were sent, or every block is
         sent as soon as it is ready."""
         return None if self._free or self._next == len(self._order) else self._order[self._next]
 
-    def remaining(self) -> list[int]:
+    def remaining(self) -> list[_T]:
         """Return the blocks that were not sent in this pass, in order."""
         if self._free:
             return [block for block in self._order if block not in self.ready_blocks]
@@ -155,7 +159,7 @@ class ReduceOrder:
         self._next = 0
         self.ready_blocks = {}
 
-    def agree(self, order: Sequence[int]) -> None:
+    def agree(self, order: Sequence[_T]) -> None:
         """Set the order, from the next pass on."""
         self._order = list(order)
 
@@ -215,9 +219,7 @@ class Gradients:
             block: _Delivery(sum(len(bucket.slots) for bucket in block.buckets)) for block in blocks
         }
         self._trained = [block for block in blocks if block.buckets]
-        self._number = {block: number for number, block in enumerate(self._trained)}
-        last_first = range(len(self._trained) - 1, -1, -1)
-        self._turns = ReduceOrder(last_first, free=ranks.is_single)
+        self._turns = ReduceOrder(self._trained[::-1], free=ranks.is_single)
         self._agreed = ranks.is_single
         self._in_flight = InFlight(blocks, in_order=in_order)
         self.micro_steps = 0
@@ -256,7 +258,7 @@ class Gradients:
         # rest of backward.
         if delivery.arrived < delivery.expected or delivery.is_sent_late:
             return GradStatus.PART, []
-        due = [self._trained[number] for number in self._turns.ready(self._number[block])]
+        due = self._turns.ready(block)
         for ready_block in due:
             self._take(ready_block)
         return (GradStatus.COMPLETE, due) if due and self._in_last else (GradStatus.PART, [])
@@ -275,8 +277,7 @@ class Gradients:
                 gradient may be next.
         """
         clock = clock if again is None else self._in_flight.clocks(again)[1]
-        while (number := self._turns.awaited) is not None:
-            block = self._trained[number]
+        while (block := self._turns.awaited) is not None:
             # A block that no forward of this rank has entered stays on the device: every rank
             # gathers the others.
             first, _ = self._in_flight.clocks(block)
@@ -287,8 +288,8 @@ class Gradients:
                 if not (self.in_explicit_backward or self._in_flight.will_deliver(self._trained)):
                     return
                 self._begin()
-            for ready in self._turns.ready(number):
-                self._take(self._trained[ready])
+            for ready in self._turns.ready(block):
+                self._take(ready)
 
     @property
     def _in_last(self) -> bool:
@@ -307,8 +308,8 @@ class Gradients:
         if not self.open:
             return
         # The other ranks reduce these blocks: this one must launch the same collectives.
-        for number in self._turns.remaining():
-            self._take(self._trained[number])
+        for block in self._turns.remaining():
+            self._take(block)
         if self._agreed:
             for block in self._trained:
                 if self._deliveries[block].is_sent_late:
@@ -383,8 +384,8 @@ class Gradients:
         """At the end of the first micro-step: all ranks take rank 0's order, and a block that has
         delivered twice on any rank is sent late on all of them."""
         self._agreed, count = True, len(self._trained)
-        place = {number: position for position, number in enumerate(self._turns.ready_blocks)}
-        places = [float(place.get(number, count)) for number in range(count)]
+        place = {block: float(number) for number, block in enumerate(self._turns.ready_blocks)}
+        places = [place.get(block, float(count)) for block in self._trained]
         flags = [float(self._deliveries[block].is_sent_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
         self._interpreter.run(self._program.wait_for_first_sums)
@@ -395,7 +396,7 @@ class Gradients:
                 self._deliveries[block].is_sent_late = True
                 self._take(block)
         order = sorted(range(count), key=lambda number: (first[number], -number))
-        self._turns.agree([number for number in order if not late[number]])
+        self._turns.agree([self._trained[number] for number in order if not late[number]])
 
     def _reset_deliveries(self) -> None:
         for delivery in self._deliveries.values():
@@ -410,9 +411,15 @@ class Gradients:
         for bucket in block.buckets:
             # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
             # the allocator reuses their memory after it, for the next block's gradients.
-            if pairs := bucket.take_gradients():
-                complete[bucket.spec.name] = len(pairs) == len(bucket.slots)
-                delivered[bucket.spec.name] = pairs
+            gradients = []
+            for slot in bucket.slots:
+                if (grad := take_gradient(slot.param)) is not None:
+                    if isinstance(slot.local, LocalPart):
+                        grad = slot.local.of_gradient(grad)
+                    gradients.append((slot, grad))
+            if gradients:
+                complete[bucket.spec.name] = len(gradients) == len(bucket.slots)
+                delivered[bucket.spec.name] = gradients
         self._functions.delivered = delivered
         ready = self._program.grads_ready
         self._interpreter.run(ready, block.name, complete, last=self._in_last)

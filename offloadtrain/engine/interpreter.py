@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock
-from typing import ParamSpec, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol
+from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, Delivered, Slot
 from offloadtrain.engine.buffers import Ranges
-from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.local_part import local
 from offloadtrain.engine.salvage import Call, UpdateJournal
+from offloadtrain.engine.saved_state import StateWriter
+from offloadtrain.optim import AnyRule, MatrixRule
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
+from offloadtrain.runtime.kernels import KernelCalls
+from offloadtrain.runtime.lanes import Lanes, Range, copy, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
+from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.program.operations import (
     Allocate,
     Enter,
@@ -29,6 +40,7 @@ from offloadtrain.step.program.operations import (
     Leave,
     Operations,
     Record,
+    Ref,
     Renew,
     Swap,
     Undefined,
@@ -36,6 +48,438 @@ from offloadtrain.step.program.operations import (
 )
 
 P = ParamSpec("P")
+
+
+class RankDigests:
+    """Checksums of what this rank has done since ranks compared them last."""
+
+    def __init__(self) -> None:
+        self._collectives = 0
+        self._weights: dict[str, int] = {}
+
+    def add_collective(self, name: str) -> None:
+        """Count a collective; their order matters."""
+        self._collectives = crc32(name.encode(), self._collectives)
+
+    def add_weights(self, name: str, values: Tensor) -> None:
+        """Count values that a parameter or buffer was given past the engine."""
+        flat = local(values.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._weights[name] = crc32(flat.numpy().data, self._weights.get(name, 0))
+
+    def take_collectives(self) -> int:
+        """Return the checksum of the collectives, and begin a new one."""
+        digest, self._collectives = self._collectives, 0
+        return digest
+
+    def take_weights(self) -> dict[str, int]:
+        """Return name → checksum of the given weights, and begin new ones."""
+        weights, self._weights = self._weights, {}
+        return weights
+
+
+class Functions:
+    """Makes the function of a launch; it gets the views of its reads, then those of its writes.
+
+    Attributes:
+        delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
+        groups: the optimizer's own list, whose hyperparameters each launch reads anew.
+        seed: that of stochastic rounding.
+        writer: takes what the next launches of `WRITE` read.
+        digests: of the collectives, and of weights that the user has written.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        lanes: Lanes,
+        ranks: Ranks,
+        rules: Sequence[AnyRule],
+        groups: Sequence[Mapping[str, Any]],
+        disk: DiskArena,
+        *,
+        seed: int,
+        parts: Ranks = ALONE,
+    ) -> None:
+        """`disk`: moves state, gradients and weights between their file and host memory. `parts`:
+        the ranks that keep the other parts of block inputs."""
+        self.delivered: dict[str, Delivered] = {}
+        self.seed = seed
+        self.writer: StateWriter | None = None
+        self.digests = RankDigests()
+        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
+        self._lanes = lanes
+        self._ranks = ranks
+        self._disk = disk
+        self._parts = parts
+        self._rules = rules
+        self.groups = groups
+        self._targets: dict[tuple[str, int, Ref], Targets] = {}
+        """Bucket, the start of a piece, and its staging → where the gradients go."""
+        self._makers: dict[Kind, Callable[[Launch], Function]] = {
+            Kind.GATHER: self._gather,
+            Kind.REDUCE_SCATTER: self._collective,
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.GATHER_INPUT: self._gather_input,
+            Kind.DIRECTION: self._direction,
+            Kind.ORTHOGONALIZE: self._orthogonalize,
+            Kind.ADAM: self._adam,
+            Kind.ALL_GATHER: self._collective,
+            Kind.ROUND_SUM: self._round_sum,
+            Kind.WRITE: self._write,
+            **dict.fromkeys(_FROM_DISK, lambda _: disk.read),
+            **dict.fromkeys(_TO_DISK, lambda _: disk.write),
+            Kind.ACCUMULATE: self._accumulate,
+            Kind.NORM: self._norm,
+            Kind.NO_GRADIENT: lambda _: KernelCalls(kernels.zero, keeps=True),
+            Kind.CAST: lambda _: KernelCalls(kernels.cast, keeps=True),
+            Kind.PUBLISH: lambda _: KernelCalls(kernels.copy, keeps=True),
+        }
+        self._alike = _ALIKE
+        if any(bucket.usage for bucket in self._buckets.values()):
+            # Only then: nothing else looks at what is used.
+            self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
+            self._makers |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
+        self._captured: dict[tuple[Kind, str, bool, int], Function] = {}
+        """The functions of `_CAPTURED` kinds, which keep their captured calls."""
+
+    def of(self, op: Launch) -> Function:
+        """Return the function of this launch."""
+        if alike := self._alike.get(op.kind):
+            return alike
+        if op.kind is Kind.NORM and op.lane is Lane.COMPUTE:
+            return self._norm_gathered(op)
+        if op.kind not in _CAPTURED:
+            return self._makers[op.kind](op)
+        key = (op.kind, op.owner, op.first, len(op.writes))
+        if key not in self._captured:
+            self._captured[key] = self._makers[op.kind](op)
+        return self._captured[key]
+
+    def close(self) -> None:
+        """Nothing is launched any more: drop the functions, which refer to this object."""
+        self._makers.clear()
+        self._captured.clear()
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Return those of every group, as they are now."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+
+    def hand_out(self, bucket: Bucket, views: Mapping[str, Tensor]) -> None:
+        """The user gets these views of a bucket's state, and may write to them."""
+        if bucket.spec.is_on_disk:
+            self._disk.hand_out(views.values())
+
+    @contextmanager
+    def average(self, update: Callable[..., None]) -> Iterator[None]:
+        """Launches of `AVERAGE` inside call `update` with the name and the state of their bucket.
+        It may keep the optimizer alive, and is not kept here."""
+        self._makers[Kind.AVERAGE] = lambda op: partial(update, op.owner)
+        yield
+        del self._makers[Kind.AVERAGE]
+
+    def at_rest(self) -> None:
+        """The lanes are empty, and the caller may write to state, gradients and weights."""
+        self._disk.drop_checksums()
+
+    def _gather(self, op: Launch) -> Function:
+        """Make a flat copy of the gradients, zero where there is none, each rank's part after the
+        other: see [Note: Pieces of a shard]."""
+        bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
+        # With the last piece the function is the only owner of the gradients: they are freed when
+        # it has run on compute, before the next node of backward allocates.
+        if op.hi == bucket.hi - bucket.lo:
+            self.delivered.pop(op.owner, None)
+
+        def gather(flat: Tensor) -> None:
+            targets = self._targets_of(op, flat, delivered)
+            sources = [
+                delivered[number][1]
+                if cut is None
+                else flat_gradient(*delivered[number])[slice(*cut)]
+                for number, cut in targets.sources
+            ]
+            with torch.no_grad():
+                if targets.gaps:
+                    torch._foreach_zero_(targets.gaps)
+                if sources:
+                    torch._foreach_copy_(targets.views, sources)
+
+        return gather
+
+    def _targets_of(self, op: Launch, flat: Tensor, delivered: Delivered) -> Targets:
+        """Return where `delivered` goes. Cached if every parameter of the bucket has a gradient, as
+        in nearly every step."""
+        bucket, key = self._buckets[op.owner], (op.owner, op.lo, op.writes[0])
+        complete = len(delivered) == len(bucket.slots)
+        if complete and (cached := self._targets.get(key)):
+            return cached
+        shard_numel = bucket.hi - bucket.lo
+        each = range(bucket.spec.ranks if op.hi - op.lo < shard_numel else 1)
+        starts = [rank * shard_numel + op.lo for rank in each]
+        targets = targets_of(flat, starts, [slot for slot, _ in delivered])
+        if complete:
+            self._targets[key] = targets
+        return targets
+
+    def _collective(self, op: Launch) -> Function:
+        # By the launching thread, in launch order: ranks compare it with the norm, so that a
+        # collective matched with another one is found in the step where it happened.
+        self.digests.add_collective(op.name)
+        HEARTBEAT.collective_of = op.name
+        ranks = self._buckets[op.owner].sharers
+        self._lanes.totals.comm_bytes += ranks.sent_bytes(op.writes[0].nbytes)
+        return ranks.all_gather if op.kind is Kind.ALL_GATHER else ranks.reduce_scatter
+
+    def _all_reduce(self, op: Launch) -> Function:
+        self.digests.add_collective(op.name)
+        copies = self._ranks.copies
+        # A reduce-scatter and an all-gather of the shard.
+        self._lanes.totals.comm_bytes += 2 * copies.sent_bytes(op.writes[0].nbytes)
+        return copies.all_reduce
+
+    def _gather_input(self, op: Launch) -> Function:
+        self.digests.add_collective(op.name)
+        self._lanes.totals.comm_bytes += self._parts.sent_bytes(op.writes[0].nbytes)
+        return self._parts.all_gather
+
+    def _accumulate(self, op: Launch) -> Function:
+        layout, first = self._buckets[op.owner].layout, op.first
+
+        def accumulate(staged: Tensor, total: Tensor) -> None:
+            kernels.accumulate(total, staged, first)
+
+        def measure(staged: Tensor, total: Tensor, squares: Tensor) -> None:
+            kernels.accumulate_squares(total, staged, first, layout, squares)
+
+        return KernelCalls(measure if len(op.writes) > 1 else accumulate, keeps=True)
+
+    def _round_sum(self, op: Launch) -> Function:
+        dtype = self._buckets[op.owner].dtype
+
+        def round_sum(total: Tensor) -> None:
+            # Part by part: its temporary is small.
+            for part in total.split(_ROUNDED_AT_ONCE):
+                part.copy_(part.to(dtype))
+
+        return round_sum
+
+    def _norm(self, op: Launch) -> Function:
+        layout = self._buckets[op.owner].layout
+
+        def measure(flat: Tensor, squares: Tensor) -> None:
+            kernels.sum_squares_many(flat, layout, squares)
+
+        return KernelCalls(measure, keeps=True)
+
+    def _norm_gathered(self, op: Launch) -> Function:
+        """See [Note: Measured in the gather] in `step.program.gradients`."""
+        bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
+        silent: set[int] = set()
+        if len(delivered) < len(bucket.slots):
+            silent = {slot.index for slot in bucket.slots} - {slot.index for slot, _ in delivered}
+
+        def measure(squares: Tensor) -> None:
+            if silent:
+                squares[list(silent)] = 0.0
+            # In the dtype that goes down, which is the parameters', and nearly always autograd's.
+            dense = [(slot.index, _dense(slot, grad, bucket.dtype)) for slot, grad in delivered]
+            kernels.sum_squares_each(dense, squares)
+
+        return measure
+
+    def _adam(self, op: Launch) -> Function:
+        bucket, update = self._buckets[op.owner], op.update
+        assert update is not None
+        # A copy: Adam runs on the host lane later, while a scheduler may change the group.
+        group = dict(self.groups[bucket.group])
+        rule, seed = self._rules[bucket.group], self.seed
+        if isinstance(rule, MatrixRule):
+            return self._apply(bucket, rule, group)
+        if bucket.usage is not None:
+            return bucket.usage.update(op, bucket, rule, group, seed)
+        format, layout = bucket.spec.format, bucket.layout
+        emits = not format.holds_weight
+        fields = len(op.writes) - emits
+
+        def adam(grad: Tensor, *rest: Tensor) -> None:
+            after = rest[-fields:]
+            rule.update(
+                format,
+                rest[:fields] if update.out_of_place else after,
+                grad,
+                rest[-fields - 1] if emits else None,
+                layout,
+                group=group,
+                step=update.step - bucket.missed_steps,
+                grad_scale=update.grad_scale,
+                seed=seed,
+                out=after if update.out_of_place else None,
+            )
+
+        return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
+
+    def _mark(self, op: Launch) -> Function:
+        usage = self._buckets[op.owner].usage
+        assert usage is not None
+        return usage.mark(op, self.delivered.get(op.owner, ()))
+
+    def _weights_up(self, op: Launch) -> Function:
+        usage = self._buckets[op.owner].usage
+        return copy if usage is None else usage.upload(op, self._lanes.totals)
+
+    def _direction(self, op: Launch) -> Function:
+        bucket, update, seed = self._buckets[op.owner], op.update, self.seed
+        rule, group = self._rules[bucket.group], dict(self.groups[bucket.group])
+        assert update is not None and isinstance(rule, MatrixRule)
+
+        def direction(grad: Tensor, target: Tensor, *state: Tensor) -> None:
+            rule.direction(
+                bucket.format,
+                state,
+                grad,
+                target,
+                bucket.layout,
+                group=group,
+                step=update.step - bucket.missed_steps,
+                grad_scale=update.grad_scale,
+                seed=seed,
+            )
+
+        calls_only_kernels = rule.calls_only_kernels(bucket.format)
+        return KernelCalls(direction) if calls_only_kernels else direction
+
+    def _orthogonalize(self, op: Launch) -> Function:
+        bucket = self._buckets[op.owner]
+        rule, group = self._rules[bucket.group], dict(self.groups[bucket.group])
+        slot = next(slot for slot in bucket.slots if slot.offset == bucket.lo + op.lo)
+        assert isinstance(rule, MatrixRule)
+
+        def orthogonalize(flat: Tensor, workspace: Tensor) -> None:
+            with torch.no_grad():
+                rule.orthogonalize(slot.shaped(flat), workspace, group=group)
+
+        return orthogonalize
+
+    def _apply(self, bucket: Bucket, rule: MatrixRule, group: Mapping[str, Any]) -> Function:
+        """`ADAM` of matrices."""
+        fields, emits = len(bucket.state), not bucket.format.holds_weight
+        shapes = [slot.shape for slot in bucket.slots if bucket.lo <= slot.offset < bucket.hi]
+
+        def apply(update: Tensor, *rest: Tensor) -> None:
+            state, working = rest[-fields:], rest[0] if emits else None
+            rule.apply(bucket.format, state, update, working, bucket.layout, shapes, group=group)
+
+        return KernelCalls(apply) if rule.calls_only_kernels(bucket.format) else apply
+
+    def _write(self, op: Launch) -> Function:
+        writer = self.writer
+        assert writer is not None
+
+        def write(*fields: Tensor) -> None:
+            writer.write(op.owner, list(zip(op.written, fields, strict=True)))
+
+        return write if op.owner else writer.finish
+
+
+class Targets(NamedTuple):
+    """The places of some parameters' gradients in one piece of staging.
+
+    Attributes:
+        views: a view of staging for each copy.
+        sources: for each copy, the place of its gradient among those delivered, and of a part
+            [first, last) of it; None for the whole.
+        gaps: what no gradient is written to.
+    """
+
+    views: list[Tensor]
+    sources: list[tuple[int, tuple[int, int] | None]]
+    gaps: list[Tensor]
+
+
+def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Targets:
+    """Make the views for gradients of `slots`, one rank's part after another.
+
+    Args:
+        flat: (ranks · n,) on the device, working dtype, or fp32 where ranks sum in fp32.
+        starts: for each rank, the first of its n elements in the bucket.
+    """
+    targets, count = Targets([], [], []), flat.numel() // len(starts)
+    for rank, lo in enumerate(starts):
+        piece = flat[rank * count : (rank + 1) * count]
+        # Elements [lo, hi) of the bucket; those before `end` have their views.
+        hi, end = lo + piece.numel(), lo
+        for number, slot in enumerate(slots):
+            first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
+            if first >= last:
+                continue
+            if first > end:
+                targets.gaps.append(piece[end - lo : first - lo])
+            view, is_complete = piece[first - lo : last - lo], last - first == slot.numel
+            targets.views.append(slot.shaped(view) if is_complete else view)
+            cut = None if is_complete else (first - slot.offset, last - slot.offset)
+            targets.sources.append((number, cut))
+            end = last
+        if end < hi:
+            targets.gaps.append(piece[end - lo :])
+    return targets
+
+
+def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
+    """Return a gradient as (numel,) in the order of the parameter's memory: a view where it has
+    that order, otherwise a copy."""
+    if grad.stride() == slot.stride:
+        return torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
+    flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
+    slot.shaped(flat).copy_(grad)
+    return flat
+
+
+def _dense(slot: Slot, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient in the order of its parameter's memory, and of this dtype."""
+    dense = grad if grad.stride() == slot.stride else flat_gradient(slot, grad)
+    return dense if dense.dtype is dtype else dense.to(dtype)
+
+
+def _add(staged: Tensor, grad: Tensor) -> None:
+    grad.add_(staged)
+
+
+def _spill(*views: Tensor) -> None:
+    """Copy each of the first half of the views to its place in the second."""
+    half = len(views) // 2
+    for source, target in zip(views[:half], views[half:], strict=True):
+        kernels.copy(source, target)
+
+
+def _round(wide: Tensor, narrow: Tensor) -> None:
+    narrow.copy_(wide)
+
+
+_ROUNDED_AT_ONCE = 16 << 20
+"""Values."""
+
+_CAPTURED = frozenset({Kind.ACCUMULATE, Kind.NORM, Kind.NO_GRADIENT, Kind.CAST, Kind.PUBLISH})
+"""Kinds whose launches repeat over a few sets of operands."""
+
+_FROM_DISK = (Kind.READ_STATE, Kind.READ_GRADIENT, Kind.READ_WEIGHTS)
+_TO_DISK = (Kind.WRITE_STATE, Kind.WRITE_GRADIENT, Kind.WRITE_WEIGHTS)
+_ALIKE: dict[Kind, Function] = {
+    Kind.ROUND: _round,
+    Kind.GRAD_DOWN: copy,
+    Kind.COPY: copy,
+    Kind.NORMS_DOWN: copy,
+    Kind.ADD: _add,
+    Kind.MATRIX_UP: copy,
+    Kind.MATRIX_DOWN: copy,
+    Kind.WEIGHTS_UP: copy,
+    Kind.SPILL: KernelCalls(_spill),
+    Kind.LOAD: copy,
+    Kind.ACTIVATION_DOWN: copy,
+    Kind.ACTIVATION_UP: copy,
+    Kind.KEEP_INPUT: copy,
+    Kind.FETCH_PART: copy,
+}
+"""The functions that are the same for every launch of a kind."""
 
 
 class CutShortError(OffloadTrainError):
@@ -76,24 +520,6 @@ class Interpreter:
         self.journal = UpdateJournal()
         self.failure: BaseException | None = None
         self.is_inconsistent = False
-        self._how: dict[type, Callable[..., object]] = {
-            Launch: self._launch,
-            Record: self._record,
-            Wait: self._wait,
-            HostWait: self._host_wait,
-            Undefined: lambda op: lanes.alloc(memory[op.ref], op.lane),
-            Allocate: lambda op: memory.inputs.allocate(op.ref, lanes),
-            # Compute has waited for the copy: the allocator may give the memory out again.
-            Free: lambda op: memory.inputs.free(op.ref),
-            # Parameters change their views when the operations are launched, not when the lanes
-            # run them. Compute waits for the load before it reads through a new view.
-            Enter: lambda op: residents.enter(op.block, op.slot),
-            Leave: lambda op: residents.leave(op.block),
-            Renew: lambda op: residents.renew(op.block, op.by),
-            Swap: lambda op: self._swap(op.bucket),
-            # Loads that were launched read the version before; later ones name the other.
-            Flip: lambda op: residents.flip(op.bucket),
-        }
 
     def run(self, event: Callable[P, Operations], *args: P.args, **kwargs: P.kwargs) -> None:
         """Report an event to the program and run its operations in order; returns when the last one
@@ -124,9 +550,40 @@ class Interpreter:
                 return self._run(operations, updates=updates)
         todo = iter(operations)
         self._updating = updates
+        lanes, memory, residents = self._lanes, self._memory, self._residents
         try:
             for op in todo:
-                self._how[type(op)](op)
+                match op:
+                    case Launch():
+                        self._launch(op)
+                    case Record(event):
+                        # It keeps the lanes' own event, for the waits that may name it later.
+                        event.real = lanes.record(event.lane)
+                    case Wait(lane, event):
+                        lanes.wait(lane, event.real, op)
+                    case HostWait(event, why):
+                        lanes.host_wait(event.real, why)
+                    case Undefined(ref, lane):
+                        lanes.alloc(memory[ref], lane)
+                    case Allocate(ref):
+                        memory.inputs.allocate(ref, lanes)
+                    # Compute has waited for the copy: the allocator may give the memory out again.
+                    case Free(ref):
+                        memory.inputs.free(ref)
+                    # Parameters change their views when the operations are launched, not when the
+                    # lanes run them. Compute waits for the load before it reads through a new view.
+                    case Enter(block, slot):
+                        residents.enter(block, slot)
+                    case Leave(block):
+                        residents.leave(block)
+                    case Renew(block, by):
+                        residents.renew(block, by)
+                    case Swap(bucket):
+                        self.journal.swapped(bucket)
+                        residents.swap(bucket)
+                    # Loads that were launched read the version before; later ones name the other.
+                    case Flip(bucket):
+                        residents.flip(bucket)
         # Waits and records may be missing from here on: what is launched next could race.
         except BaseException as error:
             self.failure, self.is_inconsistent = error, updates
@@ -160,7 +617,6 @@ class Interpreter:
 
     def close(self) -> None:
         """Nothing is launched any more: drop the functions, which refer to this object."""
-        self._how.clear()
         self._functions.close()
 
     def _launch(self, op: Launch) -> None:
@@ -181,27 +637,9 @@ class Interpreter:
                 raise
             raise LostRankError(self._residents.describe_lost_rank(op.name)) from error
 
-    def _swap(self, bucket: str) -> None:
-        self.journal.swapped(bucket)
-        self._residents.swap(bucket)
-
     def _call_of(self, op: Launch) -> Call:
         reads, writes = ([self._memory[ref] for ref in refs] for refs in (op.reads, op.writes))
         return partial(_call, self._functions.of(op), reads, writes)
-
-    def _record(self, op: Record) -> None:
-        # The event keeps the lanes' own one, for the waits that may name it later.
-        op.event.real = self._lanes.record(op.event.lane)
-
-    def _wait(self, op: Wait) -> None:
-        real = op.event.real
-        assert isinstance(real, LaneEvent)
-        self._lanes.wait(op.lane, real, op)
-
-    def _host_wait(self, op: HostWait) -> None:
-        real = op.event.real
-        assert isinstance(real, LaneEvent)
-        self._lanes.host_wait(real, op.why)
 
 
 def _call(function: Function, reads: Sequence[Range], writes: Sequence[Range]) -> None:

@@ -10,7 +10,7 @@ engines hold other parts of the model, `Division.norm` adds theirs: [Note: Divis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from zlib import crc32
@@ -22,9 +22,8 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.division import Division, Measured
-from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.engine.skipping import Usage
 from offloadtrain.runtime.lanes import Buffer
@@ -73,10 +72,11 @@ class Norm:
         self.is_clipped = True
 
 
-class SquareSums:
-    """The sums of squares of each parameter's gradient, over the ranks that share its state.
+class NormMeasure:
+    """Measures the norm of an engine's step, together with those of the rest of the model.
 
     Attributes:
+        ranks: those that share the state of the parameters.
         names: of the model's parameters, in order; "" stands for one that is not trained.
         divided: numbers of the parameters of which other ranks hold other parts.
     """
@@ -87,13 +87,17 @@ class SquareSums:
         program: Program,
         interpreter: Interpreter,
         memory: MemoryMap,
+        gradients: Gradients,
+        functions: Functions,
         division: Division,
     ) -> None:
         """`buckets`: the trained ones."""
         self._buckets = buckets
+        self._sums = [program.buckets[bucket.name].gradient for bucket in buckets]
         self._program, self._interpreter = program, interpreter
-        self._ranks, self._parts = division.replicas, division.parts
-        self._skipping = division.skipping
+        self._gradients, self._functions = gradients, functions
+        self.ranks, self._parts = division.replicas, division.parts
+        self._skipping, self._exchange = division.skipping, division.norm
         rows = [key for key in memory.table.rows if key.kind is Memory.NORMS]
         rows.sort(key=lambda key: key.version)  # the host's copy of the device's comes last
         self._of_tier = {Tier(str(key.bucket)): memory[key].flat for key in rows}
@@ -108,110 +112,14 @@ class SquareSums:
             if bucket.usage is not None:
                 entry = bucket.usage, bucket.buffer(Memory.USED)
                 self._usages.setdefault(bucket.sharers, []).append(entry)
-
-    def measure(self, intent: Sequence[float]) -> Measured:
-        """Measure the gradient of the step; waits for the last sum, and for those of every rank.
-
-        Each parameter's sum runs over fixed segments (see `kernels`). Ranks are added in their
-        order, then parameters in the order of `model.named_parameters()`, so that blocks, buckets
-        and groups change no bit.
-
-        Args:
-            intent: numbers that every rank sends to the others in the same exchange.
-        """
-        # The only wait for results of the training thread in a step. The norms of early blocks ran
-        # during backward; only the copy down of the last block is exposed.
-        self._interpreter.run(self._program.norm)
-        for ranks, usages in self._usages.items():
-            assert self._skipping is not None
-            self._skipping.agree(usages, (ranks.everyone, self._parts))
-        squares = self._local()
-        sent = torch.cat([squares, torch.tensor(intent, dtype=squares.dtype, device="cpu")])
-        rows = self._ranks.all_gather_host(sent)
-        sums, nonfinite = [], {}
-        for index, values in enumerate(rows[:, : squares.numel()].T.tolist()):
-            of_parameter = 0.0
-            for value in values:
-                of_parameter += value
-            if not math.isfinite(of_parameter):
-                there = (rank for rank, value in enumerate(values) if not math.isfinite(value))
-                nonfinite[self.names[index]] = tuple(there)
-            sums.append(of_parameter)
-        return Measured(sums, nonfinite, rows[:, squares.numel() :])
-
-    def count_steps(self) -> None:
-        """Count a step that is not skipped, for the entries that it updates."""
-        for usage, _ in chain.from_iterable(self._usages.values()):
-            usage.advance()
-
-    def _local(self) -> Tensor:
-        """Return this rank's sum of each parameter, (n,) fp64 on the host."""
-        # The program's last operations have waited for them.
-        tiers = [self._program.buckets[b.name].gradient.measured_on for b in self._buckets]
-        if len(set(tiers)) == 1:
-            return self._of_tier[_measured(tiers[0])]
-        squares = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
-        for bucket, tier in zip(self._buckets, tiers, strict=True):
-            indices = [slot.index for slot in bucket.slots]
-            squares[indices] = self._of_tier[_measured(tier)][indices]
-        return squares
-
-
-def _measured(tier: Tier | None) -> Tier:
-    assert tier is not None, "a gradient without a sum of squares"
-    return tier
-
-
-class NormMeasure:
-    """Measures the norm of an engine's step, together with those of the rest of the model."""
-
-    def __init__(
-        self,
-        squares: SquareSums,
-        gradients: Gradients,
-        functions: Functions,
-        division: Division,
-    ) -> None:
-        self._squares, self._gradients, self._functions = squares, gradients, functions
-        self.ranks, self._exchange = division.replicas, division.norm
         self._written: dict[str, int] = {}
         """Weights that this rank was given since the step before → checksums."""
         self._exchange.join(self)
 
     @property
-    def names(self) -> list[str]:
-        """See `SquareSums`."""
-        return self._squares.names
-
-    @property
-    def divided(self) -> Collection[int]:
-        """See `SquareSums`."""
-        return self._squares.divided
-
-    @property
     def counts(self) -> list[float]:
         """Return the number of backwards, which must be the same in every engine."""
         return [float(self._gradients.micro_steps)]
-
-    def measure(
-        self,
-        asker: str,
-        step_count: int,
-        loss_scale: float,
-        max_norm: float | None = None,
-        *,
-        skip: bool = False,
-    ) -> Norm:
-        """Wait for the norm of the step, here and on every other rank.
-
-        Args:
-            skip: the step will be skipped, on every rank.
-
-        Raises:
-            EngineError: no gradient has arrived since the last step.
-            RankError: ranks disagree about the step.
-        """
-        return self.send(asker, step_count, loss_scale, max_norm, skip=skip)()
 
     def send(
         self,
@@ -224,8 +132,15 @@ class NormMeasure:
     ) -> Callable[[], Norm]:
         """Wait for the squares of this engine, and send them to the others.
 
+        Args:
+            skip: the step will be skipped, on every rank.
+
         Returns:
-            A function that waits for the others; raises as `measure`.
+            A function that waits for the others. It raises RankError where ranks disagree about
+            the step.
+
+        Raises:
+            EngineError: no gradient has arrived since the last step.
         """
         # A plain backward leaves its micro-step open: its last blocks are sent here.
         self._gradients.end_micro_step()
@@ -246,13 +161,53 @@ class NormMeasure:
         return norm
 
     def measure_local(self, intent: Sequence[float]) -> Measured:
-        """Measure this engine's parameters over its data-parallel ranks, which send `intent`."""
+        """Measure this engine's parameters; waits for the last sum, and for those of every rank.
+
+        Each parameter's sum runs over fixed segments (see `kernels`). Ranks are added in their
+        order, then parameters in the order of `model.named_parameters()`, so that blocks, buckets
+        and groups change no bit.
+
+        Args:
+            intent: numbers that every rank sends to the others in the same exchange.
+        """
         self._gradients.end_micro_step()
-        return self._squares.measure(self._intent(intent))
+        intent = self._intent(intent)
+        # The only wait for results of the training thread in a step. The norms of early blocks ran
+        # during backward; only the copy down of the last block is exposed.
+        self._interpreter.run(self._program.norm)
+        for ranks, usages in self._usages.items():
+            assert self._skipping is not None
+            self._skipping.agree(usages, (ranks.everyone, self._parts))
+        squares = self._local()
+        sent = torch.cat([squares, torch.tensor(intent, dtype=squares.dtype, device="cpu")])
+        rows = self.ranks.all_gather_host(sent)
+        sums, nonfinite = [], {}
+        for index, values in enumerate(rows[:, : squares.numel()].T.tolist()):
+            of_parameter = 0.0
+            for value in values:
+                of_parameter += value
+            if not math.isfinite(of_parameter):
+                there = (rank for rank, value in enumerate(values) if not math.isfinite(value))
+                nonfinite[self.names[index]] = tuple(there)
+            sums.append(of_parameter)
+        return Measured(sums, nonfinite, rows[:, squares.numel() :])
+
+    def _local(self) -> Tensor:
+        """Return this rank's sum of each parameter, (n,) fp64 on the host."""
+        # The program's last operations have waited for them.
+        tiers = [gradient.measured_on for gradient in self._sums]
+        if len(set(tiers)) == 1:
+            return self._of_tier[_measured(tiers[0])]
+        squares = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
+        for bucket, tier in zip(self._buckets, tiers, strict=True):
+            indices = [slot.index for slot in bucket.slots]
+            squares[indices] = self._of_tier[_measured(tier)][indices]
+        return squares
 
     def count_steps(self) -> None:
-        """Count a step that is not skipped."""
-        self._squares.count_steps()
+        """Count a step that is not skipped, for the entries that it updates."""
+        for usage, _ in chain.from_iterable(self._usages.values()):
+            usage.advance()
 
     def check_after_clipping(self, step_count: int, coef: float, *, skip: bool) -> None:
         """Compare what may have changed since `clip_grad_norm_()` has waited for the norm.
@@ -285,6 +240,11 @@ class NormMeasure:
         """Return what must be the same on all parts, in the order of `PART_COLUMNS`: of what each
         holds whole, a rate of one part's own would make several weights."""
         return [*intent, *self.counts, digest(self._functions.hyperparameters())]
+
+
+def _measured(tier: Tier | None) -> Tier:
+    assert tier is not None, "a gradient without a sum of squares"
+    return tier
 
 
 INTENT_COLUMNS = ("the step count", "clip_grad_norm_", "the skips asked for")

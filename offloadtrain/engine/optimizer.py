@@ -368,7 +368,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 runs inside backward.
             ModelError: if a parameter was changed by others since `offload()`.
         """
-        if self._accumulating:
+        if self._prepared and self._accumulating:
             return None
         loss = None
         if closure is not None:
@@ -410,7 +410,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         Raises:
             EngineError: microbatches of split steps are in flight.
         """
-        if self.phase is not Phase.CLOSED and not self._accumulating:
+        if self.phase is not Phase.CLOSED and not (self._prepared and self._accumulating):
             self._engine.drop_gradients()
 
     @torch.no_grad()

@@ -330,6 +330,14 @@ def gradient_of(param: nn.Parameter) -> Tensor | None:
     return grad
 
 
+def take_gradient(param: nn.Parameter) -> Tensor | None:
+    """Remove `param.grad` and return it, for the engine itself: no observer is called."""
+    with past_the_class():
+        grad: Tensor | None = _GRAD.__get__(param)
+        _GRAD.__set__(param, None)
+    return grad
+
+
 def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
     """Set `param.grad` for the engine itself: no observer is called."""
     with past_the_class():

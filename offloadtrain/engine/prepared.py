@@ -56,8 +56,8 @@ class Prepared:
 
     @property
     def _accumulating(self) -> bool:
-        """True if more microbatches come before Accelerate's next step."""
-        return self._prepared and not _state("GradientState").get("sync_gradients", True)
+        """Where Accelerate has asked: more microbatches come before its next step."""
+        return not _state("GradientState").get("sync_gradients", True)
 
 
 def _state(name: str) -> dict[str, Any]:

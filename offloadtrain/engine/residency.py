@@ -30,14 +30,17 @@ class Residency:
 
     Attributes:
         blocks: by name.
-        streamed: those without a place of their own on the device.
+        stationary, streamed: those with and without a place of their own on the device.
         is_single: one rank has all weights.
     """
 
     interpreter: Interpreter
 
     def __init__(self, blocks: Sequence[Block], program: Program, memory: MemoryMap) -> None:
-        self.streamed = [block for block in blocks if block.streamed]
+        self.stationary: list[Block] = []
+        self.streamed: list[Block] = []
+        for block in blocks:
+            (self.streamed if block.streamed else self.stationary).append(block)
         self.is_single = program.spec.is_single
         self._program = program
         self.memory = memory
@@ -201,11 +204,11 @@ class Residency:
     def show_host_weights(self) -> None:
         """The lanes are idle: make parameters views of the host's copy until their next use. Where
         that is a shard, they stay as they are."""
-        for block in self.blocks.values():
-            if not block.streamed:
-                block.views.set_ready(ready=True)
+        for block in self.stationary:
+            block.views.set_ready(ready=True)
+        for block in self.streamed if self.is_single else ():
             # A block whose forward is running keeps its slot: the call comes from inside it.
-            elif self.is_single and not block.forwards:
+            if not block.forwards:
                 self.interpreter.run(self._program.drop_slot, block.name)
                 block.views.show_host()
                 self._exposed.add(block)

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.runtime.lanes import HostProgress
-from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch, Operation, Swap
 
 Call = Callable[[], object]
@@ -162,15 +160,3 @@ class UpdateJournal:
             raise SalvageError(
                 f"Adam of '{torn[0].bucket}' itself failed, in the midst of the state"
             )
-
-
-def require_on_host(spec: StepSpec) -> None:
-    """Raises SalvageError for state or gradients that are lost with the device."""
-    if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
-        # A step is decided by the norm, which is then known before the sums are on the host.
-        raise SalvageError('gradients were summed on the device (offload.sums_on = "device")')
-    if lost := [bucket for bucket in spec.buckets if bucket.state_tier is not Tier.HOST]:
-        raise SalvageError(
-            f"the state of {len(lost)} of {len(spec.buckets)} buckets was on the "
-            f"{lost[0].state_tier} (offload.state_on)"
-        )

@@ -35,22 +35,10 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The report of one `step()`.
+class LaneReport:
+    """What the lanes did between two steps.
 
     Attributes:
-        step: optimizer steps done so far, this one included if it was not skipped.
-        skipped: the gradient norm was not finite: no state changed.
-        skipped_in_a_row: skipped steps up to this one; 0 if it was not skipped.
-        nonfinite: names of the parameters with non-finite gradients, in the model's order.
-        nonfinite_ranks: of each of them, the ranks in whose shards the gradient is not finite;
-            empty on a single rank.
-        grad_norm: norm of the unscaled mean gradient, before clipping.
-        clip_coef: factor on the gradient, of `clip_grad_norm_` and `clip_norm` together.
-        loss_scale: loss scale during the step; 1.0 without loss scaling.
-        micro_steps: backward passes of the step.
-        early_buckets: buckets updated inside backward.
-        speculation_hit: these updates, in mode "speculative", were right; None without any.
         exposed_ms: time that compute waited for transfers and the host since the step before; on
             CUDA, that its stream waited.
         busy_ms: by lane (compute, d2h, host, h2d, load, comm), time of work since the step before;
@@ -66,14 +54,6 @@ class StepReport:
         sampled: its timeline, if it was sampled.
     """
 
-    step: int
-    skipped: bool
-    grad_norm: float
-    clip_coef: float
-    loss_scale: float
-    micro_steps: int
-    early_buckets: int
-    speculation_hit: bool | None
     exposed_ms: float
     busy_ms: Mapping[str, float]
     d2h_bytes: int
@@ -81,9 +61,6 @@ class StepReport:
     comm_bytes: int
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
-    skipped_in_a_row: int = 0
-    nonfinite: tuple[str, ...] = ()
-    nonfinite_ranks: tuple[tuple[int, ...], ...] = ()
     sampled: Timeline | None = field(default=None, repr=False)
 
     @property
@@ -102,6 +79,38 @@ class StepReport:
         """Lane → milliseconds that compute waited for work of this lane, if this step was sampled.
         The sum is `exposed_ms`."""
         return exposed_by_lane(self.timeline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport(LaneReport):
+    """The report of one `step()`, and of what the lanes did since the step before.
+
+    Attributes:
+        step: optimizer steps done so far, this one included if it was not skipped.
+        skipped: the gradient norm was not finite: no state changed.
+        skipped_in_a_row: skipped steps up to this one; 0 if it was not skipped.
+        nonfinite: names of the parameters with non-finite gradients, in the model's order.
+        nonfinite_ranks: of each of them, the ranks in whose shards the gradient is not finite;
+            empty on a single rank.
+        grad_norm: norm of the unscaled mean gradient, before clipping.
+        clip_coef: factor on the gradient, of `clip_grad_norm_` and `clip_norm` together.
+        loss_scale: loss scale during the step; 1.0 without loss scaling.
+        micro_steps: backward passes of the step.
+        early_buckets: buckets updated inside backward.
+        speculation_hit: these updates, in mode "speculative", were right; None without any.
+    """
+
+    step: int
+    skipped: bool
+    grad_norm: float
+    clip_coef: float
+    loss_scale: float
+    micro_steps: int
+    early_buckets: int
+    speculation_hit: bool | None
+    skipped_in_a_row: int = 0
+    nonfinite: tuple[str, ...] = ()
+    nonfinite_ranks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def named_nonfinite(self) -> str:

@@ -405,9 +405,7 @@ class WeightsIO(StateIO):
 
     def require_whole_weights(self) -> None:
         """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
-        if not self.ranks.is_single and any(
-            b.streamed for k in self._blocks for b in k.all_buckets
-        ):
+        if self._engine.residency.gathers:
             raise ModelError(
                 f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
                 "has no state dict of its own. On every rank, take "

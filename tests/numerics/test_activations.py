@@ -19,8 +19,7 @@ from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine.autograd import recompute
 from offloadtrain.engine.autograd.offload import ActivationError, ActivationOffloader
 from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
-from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes

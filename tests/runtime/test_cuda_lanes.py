@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.interpreter import Functions
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes

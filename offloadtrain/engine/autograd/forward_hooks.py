@@ -115,7 +115,7 @@ class ForwardHooks:
         self._compiled = [CompiledForward(module, budget) for module, budget in compiled.items()]
         for forward in self._compiled:
             forward.put()
-        self._saved = _saved_tensors(blocks, residency)
+        self._saved = _saved_tensors(residency)
         written = Written()
         watcher = weakref.ref(self)
         self._recomputed = {m: Recomputed(m, watcher, written, policy) for m in recomputed}
@@ -247,7 +247,7 @@ class ForwardHooks:
         without: dict[nn.Module, list[Block]] = {m: [] for m in (self._model, *self._recomputed)}
         for module, waits in {**without, **entries}.items():
             self._hooked_of(module).waits += waits
-        for module, waits in _inside_streamed(self._blocks).items():
+        for module, waits in _inside_streamed(self._residency.streamed).items():
             if module not in self._hooked:
                 self._hooked_of(module, inner=True).waits += waits
         for recomputed in self._recomputed.values():
@@ -321,21 +321,20 @@ def _writes(blocks: Sequence[Block]) -> list[tuple[str, int]]:
     return [(slot.name, version_of(slot.param)) for slot in slots]
 
 
-def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
+def _inside_streamed(streamed: Sequence[Block]) -> dict[nn.Module, list[Block]]:
     """Return modules in streamed blocks that own parameters → the blocks of these. Not in compiled
     blocks: the compiler would compile each block anew, as their hooks differ."""
-    streamed = [b for b in blocks if b.streamed and not any(map(has_compiled, b.module.modules()))]
-    owner = {slot.param: block for block in streamed for b in block.all_buckets for slot in b.slots}
-    inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
+    eager = [block for block in streamed if not any(map(has_compiled, block.module.modules()))]
+    owner = {slot.param: block for block in eager for b in block.all_buckets for slot in b.slots}
+    inside = dict.fromkeys(module for block in eager for module in block.module.modules())
     blocks_of = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
     return {module: list(dict.fromkeys(owners)) for module, owners in blocks_of.items() if owners}
 
 
-def _saved_tensors(blocks: Sequence[Block], residency: Residency) -> SavedTensors:
+def _saved_tensors(residency: Residency) -> SavedTensors:
     saved = SavedTensors()
-    for block in blocks:
-        if not block.streamed:
-            saved.register(block)
+    for block in residency.stationary:
+        saved.register(block)
     if residency.streamed:
         saved.register_streamed(residency)
     return saved

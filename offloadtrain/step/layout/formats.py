@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, Precision
 
@@ -60,7 +61,7 @@ class Field:
         return self.numel(elements) * (ITEMSIZE[self.dtype] if self.dtype else weight_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateFormat:
     """The encoding of master weights and moments.
 
@@ -80,7 +81,7 @@ class StateFormat:
     precisions: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
     moments: tuple[tuple[str, ...], ...] = ()
 
-    @property
+    @cached_property
     def holds_weight(self) -> bool:
         """True if the state's first field is the working weight."""
         return self.master[0].dtype is None

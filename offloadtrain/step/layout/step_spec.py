@@ -202,6 +202,19 @@ class StepSpec:
         on_host = bucket.update_tier is Tier.HOST
         return on_host and self.accumulates and self.config.gradients.sums_tier == "device"
 
+    @property
+    def lost_with_device(self) -> str:
+        """What an update needs and the host does not have, as a sentence; "" for nothing."""
+        if any(self.sums_on_device(bucket) for bucket in self.buckets):
+            # A step is decided by the norm, which is then known before the sums are on the host.
+            return 'gradients were summed on the device (offload.sums_on = "device")'
+        if lost := [bucket for bucket in self.buckets if bucket.state_tier is not Tier.HOST]:
+            return (
+                f"the state of {len(lost)} of {len(self.buckets)} buckets was on the "
+                f"{lost[0].state_tier} (offload.state_on)"
+            )
+        return ""
+
     def rounds_sum(self, bucket: BucketSpec) -> bool:
         """The sum on the device is rounded to the working dtype before it is measured and goes
         down; where it stays there, too: placement changes no bit."""

@@ -221,7 +221,9 @@ class Dependencies:
             self._say(event)
         # The lane has now also waited for everything that the event's lane had waited for.
         known = self._known[lane]
-        known[:] = [a if a > b else b for a, b in zip(known, event.clock, strict=True)]
+        for at, position in enumerate(event.clock):
+            if position > known[at]:
+                known[at] = position
         self.operations.append(Wait(lane, event, who, does, did))
 
     def _advance(self, lane: Lane, kind: Kind | None, owner: str, *, say: bool) -> Event:

@@ -25,7 +25,7 @@ Checksums of the scratch file] in `runtime/disk_arena.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from offloadtrain.step.layout.buffers import BufferTable, Memory
 from offloadtrain.step.layout.step_spec import StepSpec
@@ -35,7 +35,7 @@ from offloadtrain.step.program.places import BucketRefs
 
 
 class DiskPath:
-    """Gives slots to buckets whose state is on the disk; does nothing for other buckets."""
+    """Gives slots to buckets whose state is on the disk."""
 
     def __init__(self, table: BufferTable, order: Dependencies) -> None:
         self._order = order
@@ -45,7 +45,7 @@ class DiskPath:
 
     def read(self, bucket: BucketRefs) -> None:
         """Launch what brings the state into a slot, unless it is in one."""
-        if not bucket.state_files or bucket in self._slots:
+        if bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -60,17 +60,14 @@ class DiskPath:
 
     def write(self, bucket: BucketRefs) -> None:
         """Launch what brings new state from its slot to the file."""
-        if not bucket.state_files:
-            return
         # disk_write, during the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
         state, file = bucket.state(), bucket.state_files
         self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
 
-    def read_ahead(self, buckets: Iterable[BucketRefs]) -> None:
+    def read_ahead(self, buckets: Sequence[BucketRefs]) -> None:
         """Fill the slots for the next update, whose order this is."""
-        on_disk = [bucket for bucket in buckets if bucket.state_files]
-        for bucket in on_disk[: len(self._slots)]:
+        for bucket in buckets[: len(self._slots)]:
             self.read(bucket)
 
     def forget(self) -> None:
@@ -101,7 +98,8 @@ class SavePath:
     def save(self) -> None:
         """Launch the writes of everything, and the copies of what is written from the spill."""
         for bucket in self._trained:
-            self._disk.read(bucket)
+            if bucket.state_files:
+                self._disk.read(bucket)
             # What the spill does not hold. All of a field, though its end is in the spill: a window
             # of the file may go on into it.
             ends = {part.field: part.lo for part in bucket.spilled}
@@ -130,7 +128,8 @@ class SavePath:
     def average(self) -> None:
         """Launch what reads the masters for a moving average."""
         for bucket in self._trained:
-            self._disk.read(bucket)
+            if bucket.state_files:
+                self._disk.read(bucket)
             # On the host after the updates of all buckets, whose lane it is, and beside the next
             # forward. From the device beside its next steps: the bucket's next update waits for it.
             lane = Lane.HOST if bucket.lane is Lane.HOST else Lane.WRITE

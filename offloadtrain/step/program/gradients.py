@@ -236,11 +236,16 @@ class GradientPath:
         # A single piece is squared while it is added, which saves a pass over host memory.
         measured = is_final and self._accumulates and len(gradient.pieces) == 1
         measured = measured and not gradient.rounds_sum
-        if gradient.separate_sum is None:
+        in_slot = gradient.file is not None and gradient.separate_sum is None
+        if in_slot:
             self.slots.acquire(gradient, keep=gradient.touched)
         if self._measures_gathered and not gradient.touched:
-            self._measure_gathered(gradient)
-            measured = True
+            gradient.measured_on, measured = Tier.DEVICE, True
+            norms = (self._norms[Tier.DEVICE],)
+            # Compute, between the kernels that made the gradients and the gather, which frees them.
+            self._order.launch(
+                Launch(Kind.NORM, Lane.COMPUTE, gradient.spec.name, (), norms), late=True
+            )
         # If nothing is added to the gradient, compute writes it where Adam reads it.
         in_place = gradient.lane is Lane.UPDATE and self._is_single
         in_place = in_place and not (self._accumulates or gradient.touched)
@@ -255,15 +260,16 @@ class GradientPath:
                 self._add(gradient, staged, lo, hi)
             else:
                 self._place(gradient, staged, lo, hi)
-        gradient.touched, gradient.arrived = True, False
+        gradient.touched = True
         if not measured:
             gradient.measured_on = None
         if is_final and not measured:
             self._measure(gradient)
-        if gradient.separate_sum is None:
+        if in_slot:
             self.slots.changed(gradient)
-        if is_final:
-            self._bring_down(gradient)
+        if is_final and gradient.separate_sum is not None:
+            self._bring_down(gradient, gradient.separate_sum)
+        gradient.arrived = is_final
 
     def complete(self, gradients: Iterable[GradientRefs]) -> None:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
@@ -286,8 +292,9 @@ class GradientPath:
                 gradient.touched, gradient.measured_on = True, None
             if gradient.measured_on is None:
                 self._measure(gradient)
-            if not gradient.arrived:
-                self._bring_down(gradient)
+            if gradient.separate_sum is not None and not gradient.arrived:
+                self._bring_down(gradient, gradient.separate_sum)
+            gradient.arrived = True
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
         for tier, norms in self._norms.items():
@@ -416,24 +423,15 @@ class GradientPath:
         op = Launch(Kind.NORM, gradient.sums_lane, gradient.spec.name, reads, writes)
         self._order.launch(op, late=self._norms_are_last)
 
-    def _measure_gathered(self, gradient: GradientRefs) -> None:
-        gradient.measured_on = Tier.DEVICE
-        op = Launch(Kind.NORM, Lane.COMPUTE, gradient.spec.name, (), (self._norms[Tier.DEVICE],))
-        # Compute, between the kernels that made the gradients and the gather, which frees them.
-        self._order.launch(op, late=True)
-
     def _norms_of(self, gradient: GradientRefs) -> Ref:
         gradient.measured_on = gradient.sum_tier
         return self._norms[gradient.sum_tier]
 
-    def _bring_down(self, gradient: GradientRefs) -> None:
+    def _bring_down(self, gradient: GradientRefs, device_sum: Ref) -> None:
         """Copy a sum that was made on the device to where Adam reads it."""
-        gradient.arrived = True
-        if gradient.separate_sum is None:
-            return
         self.slots.acquire(gradient, keep=False)
         for lo, hi in gradient.pieces:
-            down = part_of(gradient.summed, lo, hi)
+            down = part_of(device_sum, lo, hi)
             if gradient.rounds_sum:
                 summed, down = down, self._staging(gradient, lo, hi - lo, gradient.spec.dtype)
                 # update, during backward of the next blocks: waits for the last copy out of the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
@@ -217,7 +217,7 @@ class Event:
     recorded: bool = False
     kind: Kind | None = None
     owner: str = ""
-    real: object = None
+    real: Any = None
 
     @property
     def name(self) -> str:

@@ -59,7 +59,8 @@ class UpdatePath:
         """Launch the operations before `adam`, for matrices; see [Note: Matrices]."""
         if bucket.directions is None:
             return
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, while the device works on the matrices of the previous block. It waits for the last
@@ -67,7 +68,8 @@ class UpdatePath:
         self._order.launch(
             Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
         )
-        self._disk.write(bucket)
+        if bucket.state_files:
+            self._disk.write(bucket)
         for matrix in bucket.matrices:
             self._orthogonalize(bucket, bucket.directions, matrix)
         self._gradients.changed(bucket.gradient)
@@ -98,7 +100,8 @@ class UpdatePath:
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
         """Launch the update of a bucket, for matrices after `begin`; return where the new working
         weights are staged."""
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
@@ -117,7 +120,8 @@ class UpdatePath:
         self._order.launch(op, fresh=_in_turn(staged))
         self._gradients.used(bucket.gradient)
         self._keep_weight(bucket, staged)
-        self._disk.write(bucket)
+        if bucket.state_files:
+            self._disk.write(bucket)
         return staged
 
     def _keep_weight(self, bucket: BucketRefs, staged: Ref) -> None:
@@ -135,7 +139,9 @@ class UpdatePath:
     def is_over(self, order: Iterable[BlockRefs]) -> None:
         """All updates of the step were launched, and those of the next will have this order."""
         # disk_read, during the next forward and backward: waits for the writes of this update.
-        self._disk.read_ahead(bucket for _, buckets in order for bucket in buckets)
+        on_disk = [bucket for _, buckets in order for bucket in buckets if bucket.state_files]
+        if on_disk:
+            self._disk.read_ahead(on_disk)
 
     def swap(self, bucket: BucketRefs) -> None:
         """Make the copy written by an out-of-place update the state."""
@@ -293,7 +299,8 @@ class UpdatePath:
     def _cast(self, bucket: BucketRefs) -> Ref:
         if bucket.loads_from_state_file:
             return bucket.load_source
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         # The new weights may lie over the gradient, which nothing needs any more.
         self._gradients.acquire(bucket.gradient, keep=False)
         staged = self._staged(bucket)

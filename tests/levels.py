@@ -127,14 +127,14 @@ def _combinations(one: Axes, strength: int) -> set[Axes]:
     return set(itertools.combinations(one, count)) if count else set()
 
 
-def array(*axes: Sequence[Any]) -> list[Any]:
+def array(*axes: Sequence[Any], quick: int = 1) -> list[Any]:
     """Few combinations of the axes' values that hold every pair of them, for `parametrize`. Those
-    that hold every value come first, the others are marked `slow`."""
+    that hold every value (`quick=2`: every pair) come first, the others are marked `slow`."""
     cases = list(itertools.product(*axes))
     where = [
         tuple(enumerate(axis.index(value) for axis, value in zip(axes, case, strict=True)))
         for case in cases
     ]
-    first = covering(cases, where, 1)
+    first = covering(cases, where, quick)
     later = [case for case in covering(cases, where, 2) if case not in first]
     return [*first, *(pytest.param(*case, marks=pytest.mark.slow) for case in later)]

@@ -10,6 +10,7 @@ import torch
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Fp32State, Layout, on_device
+from tests import levels
 from tests.numerics.comparison import pair, train
 from tests.numerics.models import Chain, batches
 
@@ -74,7 +75,7 @@ RULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@levels.each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_those_of_the_host(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

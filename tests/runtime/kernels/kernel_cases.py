@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Backend
-from tests import torch_kernels
+from tests import levels, torch_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 15, 2047, 2048, 2049, 10_007)
@@ -27,24 +24,7 @@ _FINITE = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.2e-38, 6e-8, 6.1e-5, 1.0, 65504.0,
 SPECIALS = torch.tensor([*_FINITE, 3e38, -3.4e38, INF, -INF, NAN])
 BACKENDS = kernels.available()
 
-
-def each_backend(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on every backend in one case; the error of a failure names the backend."""
-    signature = inspect.signature(test)
-
-    @functools.wraps(test)
-    def run(**arguments: Any) -> None:
-        for backend in BACKENDS:
-            try:
-                test(**arguments, backend=backend)
-            except BaseException as error:
-                error.add_note(f"on {backend}")
-                raise
-
-    parameters = [p for name, p in signature.parameters.items() if name != "backend"]
-    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return run
-
+each_backend = levels.each("backend", BACKENDS)
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, AdamScalars], None]
 

@@ -15,11 +15,13 @@ number all. Of a test marked `slow` as a whole it says the same of rest.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -127,14 +129,38 @@ def _combinations(one: Axes, strength: int) -> set[Axes]:
     return set(itertools.combinations(one, count)) if count else set()
 
 
-def array(*axes: Sequence[Any]) -> list[Any]:
+def each(name: str, values: Iterable[Any]) -> Callable[[Any], Any]:
+    """Run a test with every value of an argument in one case, for what takes milliseconds; a
+    failure names the value. Fixtures are set up once for all of them."""
+    values = list(values)
+
+    def apply(test: Any) -> Any:
+        signature = inspect.signature(test)
+
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            for value in values:
+                try:
+                    test(**arguments, **{name: value})
+                except BaseException as error:
+                    error.add_note(f"{name} = {value}")
+                    raise
+
+        others = [each for key, each in signature.parameters.items() if key != name]
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return apply
+
+
+def array(*axes: Sequence[Any], quick: int = 1) -> list[Any]:
     """Few combinations of the axes' values that hold every pair of them, for `parametrize`. Those
-    that hold every value come first, the others are marked `slow`."""
+    that hold every value (`quick=2`: every pair) come first, the others are marked `slow`."""
     cases = list(itertools.product(*axes))
     where = [
         tuple(enumerate(axis.index(value) for axis, value in zip(axes, case, strict=True)))
         for case in cases
     ]
-    first = covering(cases, where, 1)
+    first = covering(cases, where, quick)
     later = [case for case in covering(cases, where, 2) if case not in first]
     return [*first, *(pytest.param(*case, marks=pytest.mark.slow) for case in later)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import shutil
@@ -243,3 +244,17 @@ def test_default(): print("ran on", kind())
     assert sorted(set(eight)) == ["SeededLanes", "SequentialLanes", "ThreadLanes"]
     assert len(kinds(f"{file.name}::test_eight")) == 32
     assert kinds(f"{file.name}::test_default") == ["SequentialLanes"]
+
+
+def test_each_value_is_run_in_one_case_and_a_failure_names_it() -> None:
+    seen = []
+
+    @levels.each("value", [1, 2, 3])
+    def check(other: int, value: int) -> None:
+        seen.append((other, value))
+        assert value < 3
+
+    assert list(inspect.signature(check).parameters) == ["other"]
+    with pytest.raises(AssertionError) as raised:
+        check(other=7)
+    assert seen == [(7, 1), (7, 2), (7, 3)] and raised.value.__notes__ == ["value = 3"]

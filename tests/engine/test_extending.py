@@ -24,7 +24,6 @@ from offloadtrain.runtime.kernels.scalars import random_key
 from offloadtrain.step.layout import formats
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.dry_run import check
-from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.plan.test_plan import planned, small
@@ -171,11 +170,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.cover(1, levels.ALL)
+BOTH = [("signum", "fp32"), ("signum", TOY), ("adamw", TOY)]
+
+
 @pytest.mark.usefixtures("toy")
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize(("rule", "state"), [("signum", "fp32"), ("signum", TOY), ("adamw", TOY)])
-def test_a_plain_loop_has_the_same_bits(rule: str, state: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("rule", "state", "name"),
+    [
+        pytest.param(*BOTH[(number + shift) % 3], name, marks=pytest.mark.slow if shift else ())
+        for shift in (0, 1)
+        for number, name in enumerate(OPTIONS)
+    ],
+)
+def test_a_plain_loop_has_the_same_bits(rule: str, state: str, name: str) -> None:
+    options = OPTIONS[name]
     loop, optimizer, model = pair(rule, state, **options)
     accum = options.get("grad_accum_steps", 1)
     train(loop, optimizer, model, batches(4 * accum), accum)

@@ -18,6 +18,7 @@ from offloadtrain.engine import EngineError
 from offloadtrain.engine.gradient_access import GradientAccessError, GradientView
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
+from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -177,10 +178,9 @@ def trained(habit: Habit, options: dict[str, Any], *, resident: bool = False) ->
     return [results, {name: value.clone() for name, value in net.state_dict().items()}]
 
 
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(
+    ("habit", "placement", "late"), levels.array(HABITS, [*PLACEMENTS], [True, False])
+)
 def test_gradients_are_those_of_torch(
     habit: Habit, placement: str, late: bool, tmp_path: Any
 ) -> None:

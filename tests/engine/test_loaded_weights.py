@@ -55,9 +55,15 @@ def state(optimizer: ot.OffloadOptimizer) -> dict[str, Tensor]:
     return result
 
 
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize(("state_format", "precision"), FORMATS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "state_format", "precision"),
+    [
+        pytest.param(placement, *formats, marks=pytest.mark.slow if (row + column) % 4 else ())
+        for row, placement in enumerate(PLACEMENTS)
+        for column, formats in enumerate(FORMATS)
+        if (row + column) % 2 == 0
+    ],
+)
 def test_loaded_after_offload_is_as_given_before_it(
     placement: str, state_format: str, precision: str
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.optim import register_state_format
+from tests import levels
 from tests.engine.test_extending import Scaled, signum
 from tests.numerics.models import Chain, Frozen, batches, loss_of
 
@@ -53,7 +54,7 @@ def train(optimizer: ot.OffloadOptimizer, model: nn.Module) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("working", ["device", "host"])
+@levels.each("working", ["device", "host"])
 @pytest.mark.parametrize("make", [Chain, Frozen, Pictures])
 def test_the_masters_are_the_weights_as_given(make: Any, working: str, state: str) -> None:
     model = make()

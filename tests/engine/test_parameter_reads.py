@@ -28,6 +28,7 @@ from offloadtrain.engine.parameters import (
 from offloadtrain.runtime.lanes import Lanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from tests import levels
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {},
@@ -152,9 +153,9 @@ def trained(loss_of: Loss, options: dict[str, Any] | None) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("loss_of", LOSSES)
+@pytest.mark.parametrize(
+    ("loss_of", "placement", "late"), levels.array(LOSSES, [*PLACEMENTS], [False, True], quick=2)
+)
 def test_reads_give_the_weights_of_the_step(loss_of: Loss, placement: str, late: bool) -> None:
     """On late lanes an upload, or an update on the host, runs only when something waits for it.
     Weights of an earlier step would differ by a hundredth, bits of torch's fused update by one."""

@@ -19,6 +19,7 @@ from offloadtrain.engine.parameters import ParameterWriteError
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.step.program.modes import UpdateError
+from tests import levels
 from tests.engine.test_parameter_reads import Model, by_call
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -173,9 +174,9 @@ def trained(
     return results
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize(
+    ("after", "placement", "late"), levels.array(AFTER, [*PLACEMENTS], [True, False])
+)
 def test_writes_after_a_step_are_those_of_a_plain_loop(
     after: After, placement: str, late: bool
 ) -> None:
@@ -202,9 +203,10 @@ def perturbs_a_microbatch(model: Any, optimizer: Any, step: int) -> None:
 BEFORE: list[After] = [clamps_data, writes_in_place, clears_the_state, loads_weights]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("before", [*BEFORE, perturbs_a_microbatch])
+@pytest.mark.parametrize(
+    ("before", "placement", "late"),
+    levels.array([*BEFORE, perturbs_a_microbatch], [*PLACEMENTS], [True, False]),
+)
 def test_writes_between_backward_and_step_are_those_of_a_plain_loop(
     before: After, placement: str, late: bool
 ) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
+from tests import levels
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {},
@@ -162,9 +163,10 @@ def trained(
     return results
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    ("situation", "placement", "late"),
+    levels.array([*SITUATIONS], [*PLACEMENTS], [False, True], quick=2),
+)
 def test_as_in_a_plain_loop(situation: str, placement: str, late: bool) -> None:
     loss_of = SITUATIONS[situation]
     with on_lanes(SeededLanes(0, late=late)):

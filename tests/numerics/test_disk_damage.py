@@ -98,7 +98,7 @@ def test_damaged_frozen_weights_are_reported_although_no_step_writes_them(
     optimizer.close()
 
 
-@pytest.mark.parametrize(("state", "lanes", "seed"), levels.array([*FIELDS], [*LANES], range(6)))
+@pytest.mark.parametrize(("state", "lanes", "seed"), levels.array([*FIELDS], [*LANES], range(3)))
 def test_writes_through_views_of_the_state_are_no_damage(
     disk: dict[str, Any], state: str, lanes: str, seed: int
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from tests.numerics.comparison import DTYPES, assert_same, make, pair, train
+from tests.numerics.comparison import DTYPES, assert_same, follow, make, pair, train
 from tests.numerics.models import MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun
 
@@ -46,11 +46,12 @@ def test_a_loss_that_is_divided_already(precision: str) -> None:
     assert_same(resident, optimizer, model)
 
 
-def test_a_second_delivery_in_one_backward_is_added() -> None:
+@pytest.mark.parametrize("update", ["exact", "speculative"])
+def test_a_second_delivery_in_one_backward_is_added(update: str) -> None:
+    """A guess for its block is undone."""
     torch.manual_seed(0)
-    resident, optimizer, model = pair(MixedReentrant(), "bf16")
-    for tokens in batches(4):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    resident, optimizer, model = pair(MixedReentrant(), "bf16", update=update)
+    follow(resident, optimizer, model, batches(4))
     assert_same(resident, optimizer, model)
 
 

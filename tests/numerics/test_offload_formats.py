@@ -12,17 +12,8 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
 from tests import torch_kernels
-from tests.numerics.models import VOCAB, WIDTH, Chain, batches, loss_of
-
-
-def train(optimizer: ot.OffloadOptimizer, model: nn.Module, micro: list[Tensor]) -> list[float]:
-    losses = []
-    for tokens in micro:
-        loss = loss_of(model, tokens)
-        losses.append(loss.item())
-        optimizer.backward(loss)
-    optimizer.step()
-    return losses
+from tests.numerics.comparison import train
+from tests.numerics.models import VOCAB, WIDTH, Chain, batches
 
 
 def test_another_seed_has_other_bits() -> None:

@@ -123,11 +123,13 @@ def save_every_second(context: Any, *_: Any, **__: Any) -> CheckpointPolicy:
 save_every_second.calls = 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.cover(1, levels.ALL)
-@placed
-@pytest.mark.parametrize("policy", [None, save_all, save_every_second])
 @pytest.mark.parametrize(
-    "kind", [Attention, InPlace, Transposed, TwoDropouts, Mixed, Recurrent, Energy]
+    ("kind", "policy", "options"),
+    levels.array(
+        [InPlace, Attention, Transposed, TwoDropouts, Mixed, Recurrent, Energy],
+        [save_all, None, save_every_second],
+        [{}, STREAMED],
+    ),
 )
 def test_a_run_has_the_bits_of_keeping_everything(
     kind: type[Layer], policy: Callable[..., Any] | None, options: dict[str, Any]

@@ -695,10 +695,17 @@ def computed(name: str, options: dict[str, Any] | None) -> tuple[list[float], li
     return run.values, weights
 
 
+IN_TURN = [
+    (name, [*PLACEMENTS][(number + shift) % len(PLACEMENTS)])
+    for number, name in enumerate(SITUATIONS)
+    for shift in (0, 3, 5)
+]
+"""Each situation in three placements, and each placement with situations of every kind."""
+
+
 @pytest.mark.slow
-@pytest.mark.cover(1, 1)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.draws(0.6)
+@pytest.mark.parametrize(("name", "placement"), IN_TURN)
 def test_as_in_a_plain_loop(name: str, placement: str, tmp_path: Any) -> None:
     options = dict(PLACEMENTS[placement])
     if "disk" in options.values():

@@ -172,8 +172,9 @@ class Case:
         on_host = "state on" not in self.placement or self.placement in ON_OTHER_TIERS
         sums = self.accum > 1 or "sums" not in self.placement
         takes = not any(OffloadConfig(**self.options).problems())
+        scripted = self.mode in _SCRIPTS.get(self.script, MODES)
         possible = in_order and not twice and not full and (on_device or on_host)
-        return possible and sums and takes
+        return possible and sums and takes and scripted
 
 
 _ALL_PLACEMENTS = {**PLACEMENTS, **MORE_PLACEMENTS, **ON_OTHER_TIERS, **WITH_PARTS, **SHARED}
@@ -209,6 +210,7 @@ AMONG_RANKS: dict[str, Sequence[str]] = {
 
 def _alone() -> Iterator[Case]:
     axes: dict[str, Sequence[Any]] = {
+        "model": ALONE,
         "mode": tuple(MODES),
         "placement": tuple(PLACEMENTS),
         "format": FORMATS,
@@ -216,22 +218,24 @@ def _alone() -> Iterator[Case]:
         "staging": ("whole", "pieces"),
         "backward": ("explicit", "plain"),
     }
-    for model in ALONE:
-        yield from pairwise(model, axes, lambda m=model, **values: Case(model=m, **values))
+    yield from pairwise("alone", axes, Case)
 
 
 def _among_ranks() -> Iterator[Case]:
     axes: dict[str, Sequence[Any]] = {
+        "model, placement": [(m, place) for m, places in AMONG_RANKS.items() for place in places],
         "mode": tuple(MODES),
-        "placement": (),
         "format": FORMATS,
         "accum": (1, 2),
         "staging": ("whole", "pieces"),
         "reduction": ("working", "fp32"),
     }
-    for model, placements in AMONG_RANKS.items():
-        axes["placement"] = placements
-        yield from pairwise(model, axes, lambda m=model, **values: Case(model=m, ranks=2, **values))
+
+    def case(**values: Any) -> Case:
+        model, placement = values.pop("model, placement")
+        return Case(model=model, placement=placement, ranks=2, **values)
+
+    yield from pairwise("ranks", axes, case)
     for mode, placement, accum in (
         ("exact", "stage 1", 2),
         ("early", "stage 2", 1),
@@ -277,23 +281,18 @@ _FOR_SCRIPTS_OF_RANKS = {
 
 
 def _special() -> Iterator[Case]:
-    number = 0
-    for script, modes in _SCRIPTS.items():
-        backward = "plain" if script in _PLAIN else "explicit"
-        for mode, placement in product(modes, _FOR_SCRIPTS):
-            number += 1
-            accum = 2 if script == "forwards first" else 1 + number % 2
-            format = FORMATS[number % 3]
-            case = Case(
-                script=script,
-                mode=mode,
-                placement=placement,
-                accum=accum,
-                format=format,
-                backward=backward,
-            )
-            if case.possible:
-                yield case
+    axes: dict[str, Sequence[Any]] = {
+        "script": tuple(_SCRIPTS),
+        "mode": tuple(MODES),
+        "placement": _FOR_SCRIPTS,
+        "accum": (1, 2),
+        "format": FORMATS[:3],
+    }
+
+    def case(script: str, **values: Any) -> Case:
+        return Case(script=script, backward="plain" if script in _PLAIN else "explicit", **values)
+
+    yield from pairwise("scripts", axes, case)
     for script, mode in product(("too few microbatches", "some get nothing"), MODES):
         model = "skipping" if script == "some get nothing" else "chain"
         yield Case(script=script, mode=mode, model=model, accum=2)
@@ -307,15 +306,13 @@ def _special() -> Iterator[Case]:
 
 def _odd() -> Iterator[Case]:
     """Models and placements beside the matrix."""
-    models = ("recompute", "reentrant", "behind the hooks", "partly used", "fp32 norms")
-    placements = ("streamed, 1 slot", "streamed, inputs offloaded", *MORE_PLACEMENTS)
-    number = 0
-    for model, placement in product(models, placements):
-        for mode in ("exact", "early", "speculative, wrong", "delayed"):
-            number += 1
-            case = Case(model=model, mode=mode, placement=placement, accum=1 + number % 2)
-            if case.possible:
-                yield case
+    axes: dict[str, Sequence[Any]] = {
+        "model": ("recompute", "reentrant", "behind the hooks", "partly used", "fp32 norms"),
+        "placement": ("streamed, 1 slot", "streamed, inputs offloaded", *MORE_PLACEMENTS),
+        "mode": ("exact", "early", "speculative, wrong", "delayed"),
+        "accum": (1, 2),
+    }
+    yield from pairwise("odd", axes, Case)
     for mode in MODES:
         yield Case(model="detached", mode=mode)
     for model, mode in product(("mixed reentrant", "frozen", "tied"), ("exact", "delayed")):
@@ -524,6 +521,123 @@ def _pipelines() -> Iterator[Case]:
         )
 
 
+_SELDOM = (
+    Case(
+        model="unusual",
+        mode="early",
+        placement="state on the device",
+        format="fp32/fp32",
+        backward="plain",
+    ),
+    Case(
+        model="mixed reentrant", placement="state on the device", staging="pieces", backward="plain"
+    ),
+    Case(
+        model="unusual",
+        mode="speculative, right",
+        placement="partly streamed",
+        format="split16/bf16",
+        accum=2,
+    ),
+    Case(
+        model="unusual",
+        placement="streamed, 3 slots",
+        format="fp32/fp32",
+        accum=2,
+        staging="pieces",
+        backward="plain",
+    ),
+    Case(
+        model="unusual",
+        mode="delayed",
+        placement="streamed, inputs offloaded",
+        format="split16/bf16",
+        accum=2,
+        staging="pieces",
+    ),
+    Case(
+        model="groups",
+        mode="speculative, right",
+        placement="streamed, recomputed",
+        format="int8/fp16",
+        accum=2,
+        staging="pieces",
+    ),
+    Case(model="fp32 norms", mode="early", placement="state on the device, inputs offloaded"),
+    Case(model="unusual", placement="state on the device", accum=2, staging="pieces"),
+    Case(
+        model="unusual",
+        mode="speculative, right",
+        placement="streamed, 1 slot",
+        format="fp32/fp32",
+        staging="pieces",
+        backward="plain",
+    ),
+    Case(
+        model="mixed reentrant",
+        mode="delayed",
+        placement="streamed, inputs offloaded",
+        format="int8/bf16",
+        backward="plain",
+    ),
+    Case(
+        model="groups",
+        mode="speculative, wrong",
+        placement="streamed, 3 slots",
+        format="fp32/fp32",
+        accum=2,
+        staging="pieces",
+    ),
+    Case(
+        model="groups",
+        mode="delayed",
+        placement="streamed, inputs offloaded",
+        format="int8/bf16",
+        accum=2,
+        backward="plain",
+    ),
+    Case(mode="delayed", placement="stage 3, partly", staging="pieces", ranks=2, reduction="fp32"),
+    Case(
+        model="unusual", placement="stage 1", format="int8/fp16", accum=2, staging="pieces", ranks=2
+    ),
+    Case(
+        model="tied",
+        mode="delayed",
+        placement="streamed, inputs offloaded",
+        format="fp32/fp32",
+        staging="pieces",
+        backward="plain",
+    ),
+    Case(
+        model="unusual",
+        mode="speculative, partly",
+        placement="streamed, 2 slots",
+        format="fp32/fp32",
+        staging="pieces",
+        backward="plain",
+    ),
+    Case(model="unusual", mode="delayed", format="fp32/fp32", staging="pieces"),
+    Case(model="unusual", placement="partly streamed", accum=2),
+    Case(
+        model="groups",
+        mode="speculative, wrong",
+        placement="streamed, inputs offloaded",
+        format="fp32/fp32",
+        backward="plain",
+    ),
+    Case(
+        model="unusual",
+        mode="delayed",
+        placement="stage 2",
+        format="int8/fp16",
+        ranks=2,
+        reduction="fp32",
+    ),
+    Case(mode="early", format="fp32/fp32", script="loads its state"),
+    Case(model="behind the hooks", mode="delayed", placement="streamed, inputs offloaded"),
+    Case(model="fp32 norms", mode="delayed", placement="inputs offloaded"),
+)
+"""Orders of operations that none of the pairs contain."""
 COVERING: dict[str, Case] = {case.name: case for case in _covering()}
 CASES: dict[str, Case] = {
     case.name: case
@@ -537,5 +651,6 @@ CASES: dict[str, Case] = {
         *_other_rules(),
         *_divided(),
         *_pipelines(),
+        *_SELDOM,
     )
 }

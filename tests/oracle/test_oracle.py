@@ -50,14 +50,14 @@ def test_the_programs_of_covering_cases_among_ranks_are_the_recorded_ones(
     compare_ranks(name, ranks)
 
 
-@pytest.mark.draws(0.3)
+@pytest.mark.draws(0.4)
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("name", ALONE, ids=str)
 def test_the_program_is_the_recorded_one(name: str) -> None:
     compare(name, recorded(CASES[name], limit_of(known()[name])))
 
 
-@pytest.mark.draws
+@pytest.mark.draws(0.6)
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("name", AMONG_RANKS, ids=str)
 def test_the_programs_of_all_ranks_are_the_recorded_ones(name: str, ranks: Run) -> None:

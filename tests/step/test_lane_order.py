@@ -61,7 +61,7 @@ def test_a_bucket_larger_than_staging_goes_down_in_pieces() -> None:
         assert [(op.lo, op.hi) for op in launches(result, kind)] == pieces
 
 
-@pytest.mark.parametrize("mode", ["early", "speculative"])
+@levels.each("mode", ["early", "speculative"])
 def test_adam_inside_backward_from_the_second_one_on(mode: str) -> None:
     spec = chain(3, mode)
     first, second, third, _ = by_step(steps(Program(spec), STEPS))

@@ -62,7 +62,7 @@ def test_nothing_is_touched_that_was_not_asked_for(case: Case, seed: int) -> Non
             check(table, ref)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 10, 14, 15])
+@levels.each("ranks", [2, 3, 5, 6, 7, 10, 14, 15])
 def test_sums_of_any_number_of_ranks_fit_their_staging(ranks: int) -> None:
     """Halved by rounding, and an odd share of an even size."""
     with staging_of(PIECES):

@@ -121,7 +121,7 @@ def changed(operations: Sequence[Operation], change: Change) -> Operations:
     return fault_kinds
 
 
-@pytest.mark.parametrize("memory", [Memory.STAGING, Memory.HOST_STAGING, Memory.ROUNDED])
+@levels.each("memory", [Memory.STAGING, Memory.HOST_STAGING, Memory.ROUNDED])
 def test_slots_of_staging_that_overlap_are_a_race(memory: Memory) -> None:
     def one_slot(ref: Ref) -> Ref:
         return ref._replace(owner=0) if ref.memory is memory else ref
@@ -194,8 +194,8 @@ def test_what_a_race_is_called() -> None:
     assert fault.message == "'h2d' on h2d is not ordered after 'host': both touch memory"
 
 
-@pytest.mark.parametrize("page", [0, 1 << 16, 5 << 16])
-@pytest.mark.parametrize("size", [1, 100, 1 << 17])
+@levels.each("page", [0, 1 << 16, 5 << 16])
+@levels.each("size", [1, 100, 1 << 17])
 def test_common_bytes_are_found_on_any_page(page: int, size: int) -> None:
     lo = page - size // 2 if page else 0
     writes = launched(Lane.HOST, writes=[piece(lo, lo + size)])

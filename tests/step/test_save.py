@@ -59,7 +59,7 @@ def test_an_average_of_any_model_has_no_race(case: Case) -> None:
     assert prove_operations(case.spec, operations, case.rank) == []
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@levels.each("update", UPDATES)
 def test_an_average_is_after_all_updates_and_holds_up_no_upload(update: str) -> None:
     """On the host, whose lane it is, it waits for nothing; from the device, each update waits for
     its own bucket's."""
@@ -75,8 +75,8 @@ def test_an_average_is_after_all_updates_and_holds_up_no_upload(update: str) -> 
                 assert op.who.owner == op.event.owner
 
 
-@pytest.mark.parametrize("placed", ["resident", "spilled"])
-@pytest.mark.parametrize("update", UPDATES)
+@levels.each("placed", ["resident", "spilled"])
+@levels.each("update", UPDATES)
 def test_each_wait_of_a_save_is_needed(update: str, placed: str) -> None:
     spec = made(update, placed)
     operations = driven(spec)
@@ -107,7 +107,7 @@ def _of_writes(op: Wait) -> bool:
     return Lane.WRITE in (op.lane, op.event.lane)
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@levels.each("update", UPDATES)
 def test_only_the_update_of_a_bucket_waits_for_its_write(update: str) -> None:
     # In mode "delayed" its upload waits, too, which replaces the weights that are written.
     uploads = (Kind.WEIGHTS_UP, Kind.PUBLISH) if update == "delayed" else ()
@@ -119,7 +119,7 @@ def test_only_the_update_of_a_bucket_waits_for_its_write(update: str) -> None:
                 assert op.event.kind is Kind.WRITE and op.event.owner == op.who.owner
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@levels.each("update", UPDATES)
 def test_writes_are_in_the_order_of_the_updates_that_wait_for_them(update: str) -> None:
     operations = driven(made(update, "resident"))
     launches = launched(operations)
@@ -130,7 +130,7 @@ def test_writes_are_in_the_order_of_the_updates_that_wait_for_them(update: str) 
     assert blocks == [owner.split(".")[0] for owner in updated]
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@levels.each("update", UPDATES)
 def test_no_update_waits_for_what_the_spill_holds(update: str) -> None:
     """It holds the end of what is written: here, the block that is updated last."""
     operations = driven(made(update, "spilled"))
@@ -144,7 +144,7 @@ def test_no_update_waits_for_what_the_spill_holds(update: str) -> None:
             assert isinstance(op.who, Launch) and op.who.kind is not Kind.ADAM
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@levels.each("update", UPDATES)
 def test_a_save_writes_every_value_once(update: str) -> None:
     for spec in specs(update):
         check_written(spec)

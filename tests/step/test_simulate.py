@@ -165,7 +165,7 @@ def test_more_slots_are_never_slower(
     assert all(a * (1 + 1e-9) >= b for a, b in itertools.pairwise(timing))
 
 
-@pytest.mark.parametrize("mode", ["early", "speculative", "delayed"])
+@levels.each("mode", ["early", "speculative", "delayed"])
 def test_other_modes_are_never_slower_than_exact(mode: str) -> None:
     """Where all guesses are right."""
     for blocks in range(1, 5):

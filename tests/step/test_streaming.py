@@ -148,7 +148,7 @@ def test_no_slot_left_says_who_has_them_and_what_to_set() -> None:
 # ---- the order between loads and uses
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@levels.each("ranks", [1, 2])
 def test_a_use_waits_for_the_load_and_for_the_shards_of_others(ranks: int) -> None:
     slots = Slots(streamed(2, 2, ranks))
     slots.streaming.use("b0", ())
@@ -176,8 +176,8 @@ def test_blocks_that_stay_are_nobody_s_business() -> None:
 # ---- in usual steps
 
 
-@pytest.mark.parametrize("mode", UPDATES)
-@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@levels.each("mode", UPDATES)
+@levels.each("slots", [1, 2, 3, 5])
 def test_a_step_loads_as_little_as_it_can(slots: int, mode: str) -> None:
     """Once each for the forward, since all have changed, and again for the backward but for those
     that are still there: as many as there are slots."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Backend
-from tests import torch_kernels
+from tests import levels, torch_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 15, 2047, 2048, 2049, 10_007)
@@ -25,7 +24,7 @@ _FINITE = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.2e-38, 6e-8, 6.1e-5, 1.0, 65504.0,
 SPECIALS = torch.tensor([*_FINITE, 3e38, -3.4e38, INF, -INF, NAN])
 BACKENDS = kernels.available()
 
-each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b.name}-{b.isa}")
+each_backend = levels.each("backend", BACKENDS)
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, AdamScalars], None]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Int8State, Layout
-from tests import levels, torch_kernels
+from tests import torch_kernels
 from tests.runtime.kernels import format_reference as reference
 from tests.runtime.kernels.format_cases import (
     NARROW,
@@ -93,9 +93,14 @@ def test_nan_stays_nan(name: str, dtype: torch.dtype, backend: Backend) -> None:
 EXTREME = [float("inf"), -float("inf"), 3e38, -3e38, 1e25, 1e-45, -1e-39]
 
 
-@pytest.mark.parametrize(("value", "state", "backend"), levels.array(EXTREME, EVERY, BACKENDS))
-def test_extreme_gradients(value: float, state: tuple[str, torch.dtype], backend: Backend) -> None:
-    case = plain_case(*state, torch.float32)
+@each_backend
+@each_state
+def test_extreme_gradients(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    for value in EXTREME:
+        check_extreme(value, plain_case(name, dtype, torch.float32), backend)
+
+
+def check_extreme(value: float, case: Case, backend: Backend) -> None:
     bad = poisoned(case, torch.tensor([value]))
     actual, expected = kernel_step(backend)(bad), kernel_step(PLAIN)(bad)
     assert differing(actual, expected) == {}
@@ -140,12 +145,15 @@ def graded_case(name: str, dtype: torch.dtype, size: float) -> Case:
 SIZES = [1e-44, 1e-30, 1e-22, 1e-19, 1e-16, 1e-14, 1e-10, 1e18]
 
 
-@pytest.mark.parametrize(("size", "state", "backend"), levels.array(SIZES, EVERY, BACKENDS))
-def test_moments_near_the_ends_of_fp32(
-    size: float, state: tuple[str, torch.dtype], backend: Backend
-) -> None:
+@each_backend
+@each_state
+def test_moments_near_the_ends_of_fp32(name: str, dtype: torch.dtype, backend: Backend) -> None:
     """Blocks whose largest second moment is denormal, or whose reciprocal overflows."""
-    case = graded_case(*state, size)
+    for size in SIZES:
+        check_moments(size, graded_case(name, dtype, size), backend)
+
+
+def check_moments(size: float, case: Case, backend: Backend) -> None:
     for step in range(1, 5):
         case = replace(case, scalars=replace(case.scalars, step=step))
         result = kernel_step(backend)(case)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from tests.runtime.kernels.kernel_cases import (
     BACKENDS,
     DTYPES,
     different_elements,
+    each_backend,
     threaded,
 )
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
@@ -25,7 +28,6 @@ LAYOUT, NUMEL = layout_of(NUMELS, gap=1)
 RATES, DECAY = [0.02, 0.3, 0.0, 1e-4], 1 - 0.02 * 0.05
 SCALARS = BlendScalars(momentum=0.95, nesterov=True, step=3, grad_scale=0.37, seed=11)
 each_state = pytest.mark.parametrize("name", ["fp32", "split16"])
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def state_of(name: str) -> State:
@@ -81,20 +83,17 @@ def assert_equal(actual: tuple[State, Tensor], expected: tuple[State, Tensor]) -
 
 
 @needs_fma_in_torch
-@pytest.mark.parametrize("momentum", [0.95, 0.3, 0.0, 1.0])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_the_average_and_the_direction_are_those_of_torchs_lerp(
-    momentum: float, nesterov: bool
-) -> None:
-    s = BlendScalars(momentum=momentum, nesterov=nesterov, step=1)
+def test_the_average_and_the_direction_are_those_of_torchs_lerp() -> None:
     grad = gradient(NUMEL, torch.float32)
-    state, direction = blended("fp32", grad, BACKENDS[0], in_place=False, s=s)
-    _, average = state_of("fp32")
-    average.lerp_(grad, 1 - momentum)
-    ahead = grad.lerp(average, momentum) if nesterov else average
     owned = torch.cat([torch.arange(lo, lo + n) for lo, n, _, _ in LAYOUT.rows()])
-    assert torch.equal(state[1][owned], average[owned])
-    assert torch.equal(direction, ahead[owned].bfloat16())
+    for momentum, nesterov in product((0.95, 0.3, 0.0, 1.0), (True, False)):
+        s = BlendScalars(momentum=momentum, nesterov=nesterov, step=1)
+        state, direction = blended("fp32", grad, BACKENDS[0], in_place=False, s=s)
+        _, average = state_of("fp32")
+        average.lerp_(grad, 1 - momentum)
+        ahead = grad.lerp(average, momentum) if nesterov else average
+        assert torch.equal(state[1][owned], average[owned]), s
+        assert torch.equal(direction, ahead[owned].bfloat16()), s
 
 
 @needs_fma_in_torch
@@ -108,39 +107,37 @@ def test_masters_are_those_of_torchs_add() -> None:
 
 
 @pytest.mark.slow
+@each_backend
 @each_state
-@each_dtype
-@pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
-def test_backends_and_threads_agree_on_averages(
-    in_place: bool, dtype: torch.dtype, name: str
-) -> None:
-    grad = gradient(NUMEL, dtype)
-    expected = blended(name, grad, PLAIN, in_place=False)
-    for used in (chosen for backend in BACKENDS for chosen in threaded(backend)):
-        assert_equal(blended(name, grad, used, in_place=in_place), expected)
+def test_backends_and_threads_agree_on_averages(name: str, backend: Backend) -> None:
+    for dtype in DTYPES:
+        grad = gradient(NUMEL, dtype)
+        expected = blended(name, grad, PLAIN, in_place=False)
+        for used, in_place in product(threaded(backend), (False, True)):
+            assert_equal(blended(name, grad, used, in_place=in_place), expected)
 
 
 @pytest.mark.slow
+@each_backend
 @each_state
-@each_dtype
-def test_values_that_are_no_numbers_stay_what_they_are(dtype: torch.dtype, name: str) -> None:
-    grad = special_gradient(NUMEL, dtype)
-    expected = blended(name, grad, PLAIN, in_place=False)
-    assert bool(expected[1].isnan().any()) and bool(expected[1].isfinite().any())
-    for backend in BACKENDS:
+def test_values_that_are_no_numbers_stay_what_they_are(name: str, backend: Backend) -> None:
+    for dtype in DTYPES:
+        grad = special_gradient(NUMEL, dtype)
+        expected = blended(name, grad, PLAIN, in_place=False)
+        assert bool(expected[1].isnan().any()) and bool(expected[1].isfinite().any())
         assert_equal(blended(name, grad, backend, in_place=False), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
+@each_backend
 @pytest.mark.parametrize(
     ("name", "dtype"), [("split16", None), ("fp32", None), *(("fp32", dtype) for dtype in DTYPES)]
 )
 def test_backends_and_threads_agree_on_masters(
-    name: str, dtype: torch.dtype | None, in_place: bool
+    name: str, dtype: torch.dtype | None, backend: Backend
 ) -> None:
     expected = subtracted(name, dtype, PLAIN, in_place=False)
-    for used in (chosen for backend in BACKENDS for chosen in threaded(backend)):
+    for used, in_place in product(threaded(backend), (False, True)):
         assert_equal(subtracted(name, dtype, used, in_place=in_place), expected)
     if dtype is not None:
         gaps = torch.ones(NUMEL, dtype=torch.bool)

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from offloadtrain.cli.main import main
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # without a GPU
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 
 
@@ -72,6 +74,59 @@ def test_preferences_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     run("dpo", folder, str(tmp_path / "rows.jsonl"), str(tmp_path / "out"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_grpo_equals_trls_own(tmp_path: Path) -> None:
+    """In fp32, with weights on the device and streamed: the same answers, rewards, losses and
+    distances to a reference that follows the policy. All fail if generation or the reference had
+    older weights: rewards and lengths are of sampled texts."""
+    import grpo
+    import torch
+    import toy
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    folder = toy.make_llama(tmp_path / "model")
+    rows = Dataset.from_list([{"prompt": row["prompt"]} for row in toy.PREFERENCES])
+    logs = []
+    for kind, offload in (
+        (GRPOTrainer, {}),
+        (grpo.Tuner, {"working": "device"}),
+        (grpo.Tuner, {"working": "host"}),
+    ):
+        if kind is grpo.Tuner:
+            kind = type("Tuner", (grpo.Tuner,), {"offload": offload})
+        trainer = grpo.train(kind, folder, rows, str(tmp_path), dtype=torch.float32, steps=6)
+        logs.append([entry for entry in trainer.state.log_history if "reward" in entry])
+        if offload:
+            trainer.optimizer.close()
+    own, *offloaded = logs
+    assert len(own) == 6 and len({entry["reward"] for entry in own}) > 2
+    assert own[1]["kl"] > 3 * own[2]["kl"] > 0, "the reference was moved after step 2"
+    for log in offloaded:
+        for entry, expected in zip(log, own, strict=True):
+            for key in ("reward", "completions/mean_length", "num_tokens"):
+                assert entry[key] == expected[key]
+            assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-7)
+            assert entry["kl"] == pytest.approx(expected["kl"], rel=1e-4, abs=1e-7)
+            assert entry["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_the_plan_of_grpo_is_that_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (EXAMPLES.parent / "docs/frameworks.md").read_text()
+    (command,) = re.findall(r"    offloadtrain (plan --fine-tune 7B .*)", page)
+    gpu, host, rate = re.search(  # type: ignore[union-attr]
+        r"It fits: (GPU \S+ GiB), (host \S+ GiB), (\S+ tokens/s)", page
+    ).groups()
+    assert main(command.split()) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert rate in first and gpu in second and host in second
+
+
+def test_grpo_earns_more(tmp_path: Path) -> None:
+    rewards = run("grpo")
+    third = len(rewards) // 3
+    assert sum(rewards[-third:]) > sum(rewards[:third])
 
 
 def test_the_best_learning_rate_is_between_the_ends() -> None:

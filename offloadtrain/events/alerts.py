@@ -31,6 +31,8 @@ BUS_BYTES = 64 << 20
 _MAD_TO_SIGMA = 1.4826
 SLOW_RANK, NOT_SLOW_RANK, RANK_STEPS = 1.15, 1.08, 20
 """Number of steps in the median of a rank's time over the others'."""
+LEAST_SKEW_MS = 15.0
+"""Ranks of short steps differ by less than this from the load of the host alone."""
 
 
 @dataclass(slots=True)
@@ -191,10 +193,11 @@ class Alerts:
         usual = [statistics.median(of_rank) for of_rank in zip(*recent, strict=True)]
         slowest = max(range(len(usual)), key=usual.__getitem__)
         other_ms = statistics.median(usual[:slowest] + usual[slowest + 1 :])
-        slow = usual[slowest] > self._limit("rank-skew", SLOW_RANK, NOT_SLOW_RANK) * other_ms
+        limit_ms = self._limit("rank-skew", SLOW_RANK, NOT_SLOW_RANK) * other_ms
+        slow = usual[slowest] > max(limit_ms, other_ms + LEAST_SKEW_MS)
         text = (
             f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others "
-            f"{other_ms:.0f} ms, so they wait; look at its GPU's clocks, its link and its cores"
+            f"{other_ms:.0f} ms, so they wait; look at its clocks, its link and its cores"
         )
         self._report("rank-skew", text if slow else "", patience=10)
 

@@ -47,9 +47,9 @@ class ChatError(ValueError):
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
     """Return whether the fields of a record are those of a conversation."""
-    lists = (record.get("messages"), record.get("conversations"))
-    alpaca = (record.get("instruction"), record.get("output"))
-    return any(isinstance(x, list) for x in lists) or all(isinstance(x, str) for x in alpaca)
+    turns = (record.get(name) for name in ("messages", "conversations"))
+    texts = (record.get(name) for name in ("instruction", "output"))
+    return any(isinstance(x, list) for x in turns) or all(isinstance(x, str) for x in texts)
 
 
 def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:

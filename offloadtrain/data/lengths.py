@@ -22,9 +22,8 @@ def cut_at(seq_len: int, lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
 
 def length_table(lengths: npt.NDArray[np.int64]) -> str:
     """Return a histogram over powers of two, with what is cut at each of them as data.seq_len."""
-    total, shortest, longest = int(lengths.sum()), int(lengths.min()), int(lengths.max())
-    bounds = [1 << power for power in range(1, 63)]
-    bounds = [b for b in bounds if b >= shortest and b < 2 * longest]
+    total, powers = int(lengths.sum()), (1 << power for power in range(1, 63))
+    bounds = [bound for bound in powers if lengths.min() <= bound < 2 * lengths.max()]
     counts = np.diff([0, *np.searchsorted(np.sort(lengths), bounds, side="right")])
     lines = [
         f"{'tokens':>10}  {'documents':<{_BAR + 8}}  cut by packing padded at this data.seq_len"
@@ -33,6 +32,6 @@ def length_table(lengths: npt.NDArray[np.int64]) -> str:
         bar = "█" * -(-_BAR * int(count) // int(counts.max()))
         documents, tokens = cut_at(bound, lengths)
         cut = f"{documents} lose {format_count(tokens)} tokens ({100 * tokens / total:.2g} %)"
-        text = f"{bar} {count}".strip()
-        lines.append(f"{'≤ ' + str(bound):>10}  {text:<{_BAR + 8}}  {cut if documents else 'none'}")
+        row = f"{'≤ ' + str(bound):>10}  {f'{bar} {count}'.strip():<{_BAR + 8}}  "
+        lines.append(row + (cut if documents else "none"))
     return "\n".join(lines)

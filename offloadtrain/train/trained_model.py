@@ -394,10 +394,8 @@ def evaluate(
     tokens, model = TokenFile(data), trained.model
     _check(trained, tokens, seq_len)
     verify(tokens)
-    if packing is None and trained.saved is not None:
-        packing = trained.saved.job.data.packing
-    elif packing is None:
-        packing = "padded" if tokens.header.masked else "stream"
+    unknown: Packing = "padded" if tokens.header.masked else "stream"
+    packing = packing or (trained.saved.job.data.packing if trained.saved else unknown)
     batches = Batches(
         tokens,
         batch=batch,

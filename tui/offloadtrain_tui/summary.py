@@ -163,12 +163,12 @@ def when(shown: ViewState, colors: ColorOf) -> Text:
         text.append(f" {silent}", "bold")
     elif (end := shown.view.end) is not None and end.status == "failed" and end.message:
         text.append(f" ✖ {clean(end.message, 300)}", f"bold {colors.get('failed', '')}")
-    if ending is not None:
+    if ending is not None and ending.saved:
         text.append(f"{chr(10) if text else ''} {ending.saved}", "bold")
         text.append(f"; {ending.next}" if ending.next else "")
     alerts = shown.view.active_alerts()
     if alerts and ending:
-        text.append("\n alerts at its end:", "dim")
+        text.append(f"{chr(10) if text else ''} alerts at its end:", "dim")
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         color = colors.get("failed" if alert.level == "error" else "slow", "")
         text.append(f" ⚠ {clean(alert.code)}: {clean(alert.message, 200)} ", f"bold {color}")

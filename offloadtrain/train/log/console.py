@@ -218,7 +218,8 @@ def run_summary(
             f"checkpoints are in {run / 'checkpoints'}"
         )
     curve = "" if stopped else f"\n{summary(log)}\n"
-    return f"{curve}{took}\n{next_commands(run, config, stopped=stopped, nproc=nproc)}"
+    longer = 2 * config.train.steps if step >= config.train.steps else 0
+    return f"{curve}{took}\n{next_commands(run, config, longer, stopped=stopped, nproc=nproc)}"
 
 
 def summary(log: Path) -> str:
@@ -253,14 +254,15 @@ def summary(log: Path) -> str:
     return "\n\n".join(parts)
 
 
-def next_commands(run: Path, config: Config, *, stopped: bool, nproc: int = 1) -> str:
-    """Return the run folder and next commands, as lines to copy."""
+def next_commands(run: Path, config: Config, longer: int, *, stopped: bool, nproc: int = 1) -> str:
+    """Return the run folder and next commands, as lines to copy. `longer`: the step to train to
+    next; 0: the job's last one has not been reached."""
     if stopped:
         return f"run folder: {run}\nresume: {resume_command(run, nproc)}"
     halved = f"{train_command(run, nproc)} --set optim.lr={config.optim.lr / 2:g}"
     lines = [
         (f"offloadtrain tui {shlex.quote(str(run))}", "inspect any step"),
-        (resume_command(run, nproc, 2 * config.train.steps), "train longer"),
+        (resume_command(run, nproc, longer), "train longer"),
         (halved, "the same job, half the learning rate"),
         ("offloadtrain ls", "other jobs"),
         ("offloadtrain cp gpt2_124m", "copy one to edit"),

@@ -31,6 +31,7 @@ class Ending:
         lost_steps: steps after the checkpoint, which a resume repeats.
         command: goes on from the checkpoint; a run that is done, to twice its steps. "": without a
             checkpoint.
+        is_folder: a run folder, where checkpoints would be; False: a single log.
     """
 
     at_s: float
@@ -38,23 +39,21 @@ class Ending:
     checkpoint: int | None = None
     lost_steps: int = 0
     command: str = ""
+    is_folder: bool = True
 
     def words(self, now_s: float) -> str:
         """Return, for example, "11:52, after 34m12s"; of another day with the date."""
-        day = "%Y-%m-%d"
-        is_today = local_time(self.at_s, day) == local_time(now_s, day)
-        text = local_time(self.at_s, "%H:%M" if is_today else "%b %d %H:%M")
-        spent = "" if self.lasted_s is None else units.format_duration(self.lasted_s)
-        return f"{text}, after {spent}" if spent else text
+        day, then = (local_time(time_s, "%b %d ") for time_s in (now_s, self.at_s))
+        spent = f", after {units.format_duration(self.lasted_s)}" if self.lasted_s else ""
+        return f"{'' if day == then else then}{local_time(self.at_s, '%H:%M')}{spent}"
 
     @property
     def saved(self) -> str:
         """What is saved of it, such as "last checkpoint: step 480, 25 steps lost"."""
         if self.checkpoint is None:
-            return "no checkpoint"
-        steps = "1 step" if self.lost_steps == 1 else f"{self.lost_steps} steps"
-        lost = f", {steps} lost" if self.lost_steps else ""
-        return f"last checkpoint: step {self.checkpoint}{lost}"
+            return "no checkpoint" if self.is_folder else ""
+        steps = f"{self.lost_steps} step{'s' if self.lost_steps > 1 else ''} lost"
+        return f"last checkpoint: step {self.checkpoint}" + (f", {steps}" * bool(self.lost_steps))
 
     @property
     def next(self) -> str:
@@ -71,10 +70,12 @@ def ending_of(folder: Path | None, view: View, state: str) -> Ending | None:
     lasted_s = None if since_s is None else at_s - since_s
     if end is not None and end.duration_s:
         lasted_s = end.duration_s
-    step = None if folder is None else newest_checkpoint(folder / "checkpoints")
-    if folder is None or step is None:
+    if folder is None:
+        return Ending(at_s, lasted_s, is_folder=False)
+    if (step := newest_checkpoint(folder / "checkpoints")) is None:
         return Ending(at_s, lasted_s)
-    longer = 2 * (view.total_steps or 0) if state == "done" else 0
+    total = view.total_steps or 0
+    longer = 2 * total if state == "done" and view.step >= total else 0
     command = resume_command(folder, view.start.world_size if view.start else 1, longer)
     return Ending(at_s, lasted_s, step, max(view.step - step, 0), command)
 

@@ -218,7 +218,7 @@ class GeneratedRank:
             )
         )
         if number % SAMPLED_EVERY == 2:
-            self.timeline(number, seconds)
+            self.timeline(number, seconds, slower)
         if number % SAVED_EVERY == 0:
             self.between(number)
 
@@ -240,7 +240,7 @@ class GeneratedRank:
             early_buckets=0,
             speculation_hit=None,
             exposed_ms=1e3 * planned.exposed * slower,
-            busy_ms={lane: 1e3 * busy for lane, busy in planned.busy_s.items()},
+            busy_ms={lane: 1e3 * busy * slower for lane, busy in planned.busy_s.items()},
             d2h_bytes=planned.d2h_bytes,
             h2d_bytes=planned.h2d_bytes,
             comm_bytes=planned.comm_bytes,
@@ -252,9 +252,9 @@ class GeneratedRank:
         phases = {phase: 1e3 * seconds * share for phase, share in shares.items()}
         return StepClock(phases)
 
-    def timeline(self, number: int, seconds: float) -> None:
-        """The spans of a sampled step, and its memory."""
-        for span in spans(self.plan, self.microbatches, seconds):
+    def timeline(self, number: int, seconds: float, slower: float) -> None:
+        """The spans of a sampled step, whose sums are those of its record, and its memory."""
+        for span in spans(self.plan, self.microbatches, slower):
             self.emit(replace(span, step=number))
         times = [i / 200 for i in range(200)]
         curve = [
@@ -282,25 +282,47 @@ class GeneratedRank:
         )
 
 
-def spans(plan: Plan, microbatches: int, seconds: float) -> Iterator[schema.LaneSpan]:
-    """Forward and backward of every block and microbatch; gradients follow, and updates at the end
-    come back as weights. Durations share the predicted time of their lane."""
-    blocks, busy = len(plan.placed.spec.blocks), plan.prediction.busy_s
-    each_ms = 1e3 * seconds / microbatches
-    forward_ms, backward_ms = each_ms / 4 / blocks, each_ms * 3 / 4 / blocks
-    down_ms = 1e3 * busy.get("d2h", 0.0) / microbatches / blocks
-    host_ms = 1e3 * busy.get("host", 0.0) / microbatches / blocks
-    up_ms = 1e3 * busy.get("h2d", 0.0) / blocks
+def spans(plan: Plan, microbatches: int, slower: float) -> Iterator[schema.LaneSpan]:
+    """Forward and backward of every block and microbatch; gradients follow, and updates come back
+    as weights before the first forward. Each lane works as long as the step's record says, compute
+    waits for the rest, and what would end after the step is what the step before has left: all
+    steps are alike."""
+    blocks = len(plan.placed.spec.blocks)
+    busy_ms = {lane: 1e3 * slower * busy for lane, busy in plan.prediction.busy_s.items()}
+    step_ms = 1e3 * slower * plan.prediction.seconds
+    wait_ms = 1e3 * slower * plan.prediction.exposed
+    compute_ms = busy_ms["compute"] / microbatches
+    each_ms = (step_ms - wait_ms) / microbatches
+    forward_ms, backward_ms = compute_ms / 4 / blocks, compute_ms * 3 / 4 / blocks
+    down_ms = busy_ms.get("d2h", 0.0) / microbatches / blocks
+    host_ms = busy_ms.get("host", 0.0) / microbatches / blocks
+    up_ms = busy_ms.get("h2d", 0.0) / blocks
+    yield _span(schema.WAIT, "host", 0.0, wait_ms)
     for micro in range(microbatches):
+        first_ms = wait_ms + micro * each_ms
         for block in range(blocks):
-            begin_ms = micro * each_ms + block * forward_ms
-            yield _span("compute", f"forward {block}", begin_ms, forward_ms)
-            back_ms = micro * each_ms + each_ms / 4 + (blocks - 1 - block) * backward_ms
+            yield _span("compute", f"forward {block}", first_ms + block * forward_ms, forward_ms)
+            back_ms = first_ms + each_ms / 4 + (blocks - 1 - block) * backward_ms
             yield _span("compute", f"backward {block}", back_ms, backward_ms)
-            yield _span("d2h", f"d2h {block}", back_ms + backward_ms, down_ms)
-            yield _span("host", f"add {block}", back_ms + backward_ms + down_ms, host_ms)
-            if micro == 0:
-                yield _span("h2d", f"h2d {block}", max(begin_ms - up_ms, 0.0), up_ms)
+            down_at_ms = back_ms + backward_ms
+            yield from _within("d2h", f"d2h {block}", down_at_ms, down_ms, step_ms)
+            yield from _within("host", f"add {block}", down_at_ms + down_ms, host_ms, step_ms)
+    end_ms = math.inf
+    for block in reversed(range(blocks)):  # each before its forward, and before the next one's
+        end_ms = min(end_ms, wait_ms + block * forward_ms)
+        end_ms -= up_ms
+        yield from _within("h2d", f"h2d {block}", end_ms, up_ms, step_ms)
+
+
+def _within(
+    lane: str, name: str, start_ms: float, spent_ms: float, step_ms: float
+) -> Iterator[schema.LaneSpan]:
+    """A span, of which the part outside of the step is that of the step before or after."""
+    start_ms %= step_ms
+    inside_ms = min(spent_ms, step_ms - start_ms)
+    yield _span(lane, name, start_ms, inside_ms)
+    if spent_ms > inside_ms:
+        yield _span(lane, name, 0.0, spent_ms - inside_ms)
 
 
 def _span(lane: str, name: str, start_ms: float, spent_ms: float) -> schema.LaneSpan:

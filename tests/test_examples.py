@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # without a GPU
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 
 

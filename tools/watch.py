@@ -1,7 +1,8 @@
 """Run a command of the Makefile, and never be silent: python tools/watch.py WHAT COMMAND...
 
 What it prints goes through. After 8 seconds without a word there is a line that says what is under
-way and for how long. On a terminal the command gets one too, so that pip draws its bars.
+way and for how long; of a compiler, how many files are done, and the next one. On a terminal the
+command gets one too, so that pip draws its bars.
 Standard library only: it runs before anything is installed.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 SILENCE_S = 8.0
 _CHUNK_BYTES = 1 << 16
@@ -22,15 +25,42 @@ Read = Callable[[float], "bytes | None"]
 """read(seconds): what the command printed; b"" at its end; None: nothing in so many seconds."""
 
 
+def compiled(build: Path, since_s: float) -> str:
+    """Return, for example, ", 7 of 21 files compiled, next kernels_avx512/kernels.cpp"; "" if
+    nothing is compiled there.
+
+    Args:
+        build: folder with build folders of CMake and ninja.
+        since_s: Unix time; what is older is of an earlier build.
+    """
+    for ninja in build.glob("*/build.ninja"):
+        if ninja.stat().st_mtime < since_s:
+            continue
+        names = re.findall(r"^build (\S+\.o):", ninja.read_text(errors="replace"), re.MULTILINE)
+        left = [name for name in names if not _is_newer(ninja.parent / name, since_s)]
+        if left:
+            file = left[0].removeprefix("CMakeFiles/").removesuffix(".o").replace(".dir/", "/")
+            return f", {len(names) - len(left)} of {len(names)} files compiled, next {file}"
+    return ""
+
+
+def _is_newer(path: Path, since_s: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= since_s
+
+
 def relay(
-    what: str, read: Read, write: Callable[[bytes], object], clock: Callable[[], float]
+    what: str,
+    read: Read,
+    write: Callable[[bytes], object],
+    clock: Callable[[], float],
+    progress: Callable[[], str] = str,
 ) -> None:
-    """Pass on what is read; fill silences."""
+    """Pass on what is read; fill silences, with what `progress` says."""
     began, at_line_start = clock(), True
     while (data := read(SILENCE_S)) != b"":
         if data is None:
             start = b"" if at_line_start else b"\n"
-            data = start + f"  ... {what}: {clock() - began:.0f} s so far\n".encode()
+            data = start + f"  ... {what}: {clock() - began:.0f} s so far{progress()}\n".encode()
         write(data)
         at_line_start = data.endswith(b"\n")
 
@@ -56,7 +86,8 @@ def run(what: str, command: Sequence[str]) -> int:
         sys.stdout.buffer.flush()
 
     try:
-        relay(what, read, write, time.monotonic)
+        since_s = time.time()
+        relay(what, read, write, time.monotonic, lambda: compiled(Path("build"), since_s))
         code = process.wait()
     except KeyboardInterrupt:  # the command was told as well: let it end
         process.wait()

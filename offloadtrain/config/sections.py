@@ -299,6 +299,8 @@ class TrainConfig:
         log_every_s: seconds between plain console lines.
         hang_timeout_s: least seconds without progress that end the run as hung; 0: never.
             The limit rises to four times the longest silence that the same phase came out of.
+        max_s: most seconds of steps in one start, after which the run ends as after its last step;
+            a resume goes on. 0: no limit.
         sample_tokens: length of the text generated at the end; 0: none.
         sample_prompt: what it continues; empty: nothing, as at the begin of a document.
         seed: of the first weights, of dropout and of the order of the data.
@@ -327,6 +329,7 @@ class TrainConfig:
     max_rollbacks: int = ranged(3, at_least(1))
     log_every_s: float = ranged(5.0, POSITIVE)
     hang_timeout_s: float = ranged(60.0, NOT_NEGATIVE)
+    max_s: float = ranged(0.0, NOT_NEGATIVE)
     sample_tokens: int = ranged(0, NOT_NEGATIVE)
     sample_prompt: str = ""
     on_alert: tuple[str, ...] = ranged((), _COMMAND)

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.sections import IGNORED, Packing
+from offloadtrain.data.lengths import cut_at
 from offloadtrain.data.tokens import DataError, TokenFile
 
 UInt64s = npt.NDArray[np.uint64]
@@ -255,8 +256,7 @@ class Batches:
         """Return how many documents packing "padded" cuts, and how many tokens it leaves out."""
         if self._packing != "padded" or self._ends is None:
             return 0, 0
-        beyond = np.diff(self._ends, prepend=0) - (self._seq_len + 1)
-        return int((beyond > 0).sum()), int(beyond[beyond > 0].sum())
+        return cut_at(self._seq_len, np.diff(self._ends, prepend=0))
 
     @property
     def position(self) -> int:

@@ -1,5 +1,8 @@
 """Conversations: rendered by the tokenizer's chat template, with the assistant's tokens marked.
 
+A record of a conversation has the fields of OpenAI (`messages`), of ShareGPT (`conversations` with
+`from` and `value`) or of Alpaca (`instruction`, `input`, `output`): `messages_of` reads all three.
+
 A template that marks the assistant's words with `{% generation %}` defines which tokens count. With
 any other template, the tokens of turn k are the tokens that the rendering of the first k messages
 has and the rendering of the first k - 1 messages, with the prompt for an answer, has not. This is
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,63 @@ Mask = npt.NDArray[np.uint8]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""Speakers of ShareGPT; others have the names of the roles."""
+FIELDS = ("messages", "conversations", "instruction", "input", "output", "system", "tools")
+"""All fields of a conversation that are read."""
+
+
 class ChatError(ValueError):
     """A conversation that cannot be used: the text gives the reason."""
+
+
+def is_conversation(record: Mapping[str, Any]) -> bool:
+    """Return whether the fields of a record are those of a conversation."""
+    turns = (record.get(name) for name in ("messages", "conversations"))
+    texts = (record.get(name) for name in ("instruction", "output"))
+    return any(isinstance(x, list) for x in turns) or all(isinstance(x, str) for x in texts)
+
+
+def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a record of OpenAI's, ShareGPT's or Alpaca's shape.
+
+    Of Alpaca the question is `instruction` and, below an empty line, `input`. A field `system` is
+    the first message.
+
+    Raises:
+        ChatError: it has none of these shapes; the text says what is missing.
+    """
+    if isinstance(messages := record.get("messages"), list):
+        turns = messages
+    elif isinstance(spoken := record.get("conversations"), list):
+        turns = [_turn(turn) for turn in spoken]
+    elif is_conversation(record):
+        question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+        answer = {"role": "assistant", "content": record["output"]}
+        turns = [{"role": "user", "content": question}, answer]
+    else:
+        there = ", ".join(ascii(key) for key, value in record.items() if value is not None)
+        raise ChatError(
+            "no conversation: it needs messages, conversations (ShareGPT), or instruction and "
+            f"output (Alpaca){f'; there is {there}' if there else ''}"
+        )
+    if not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
+        raise ChatError(
+            'each message must be {"role": ..., "content": ...}, or {"from": ..., "value": ...}'
+        )
+    if isinstance(system := record.get("system"), str) and system and turns is not messages:
+        turns = [{"role": "system", "content": system}, *turns]
+    return turns
+
+
+def _turn(turn: Any) -> Any:
+    """Return a turn of ShareGPT as a message; one that is a message already, as it is."""
+    if not isinstance(turn, dict) or not isinstance(speaker := turn.get("from"), str):
+        return turn
+    return {"role": ROLES.get(speaker, speaker), "content": turn.get("value")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Records to tokens and a loss mask, in threads or processes, in order.
 
     text        a string in one field; every token counts
-    chat        `messages`, rendered by the chat template; the assistant's tokens count
+    chat        a conversation, rendered by the chat template; the assistant's tokens count
     completion  `prompt` and `completion`, strings or messages; the completion's tokens count
 
 A text, and a completion that is a string, begins and ends with the tokenizer's tokens for that. A
@@ -26,20 +26,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.config.sections import Form
-from offloadtrain.data.chat import ChatError, ChatTemplate, Mask
+from offloadtrain.data.chat import (
+    FIELDS,
+    ChatError,
+    ChatTemplate,
+    Mask,
+    is_conversation,
+    messages_of,
+)
 from offloadtrain.data.records import PIECE_BYTES, Bad, Piece, Record, excerpt, hash64, records
 from offloadtrain.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from offloadtrain.data.tokens import DataError
 
-_COLUMNS = {
-    "chat": ("messages", "tools"),
-    "completion": ("prompt", "completion", "tools"),
-}
+_COLUMNS = {"chat": FIELDS, "completion": ("prompt", "completion", "tools")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Document:
 
 def form_of(record: Record | None) -> Form:
     """Return the form that the fields of a record suggest."""
-    if record and isinstance(record.get("messages"), list):
+    if record and is_conversation(record):
         return "chat"
     if record and {"prompt", "completion"} <= record.keys():
         return "completion"
@@ -129,45 +134,27 @@ class Encoder:
         return np.concatenate(parts) if begin or end else ids
 
     def _encode_record(self, record: Record) -> Document | Bad:
-        if problem := self._missing(record):
-            return Bad(f"{problem}: {excerpt(repr(record).encode('utf-8', 'replace'))}")
-        values = [record[name] for name in self.columns[:-1]]
         try:
             tools = record.get("tools")
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            if self.form == "completion" and isinstance(values[0], str):
-                ids, counted = self._completion(*values)
+            if self.form == "chat":
+                values = [messages_of(record)]
+                assert self.chat is not None
+                ids, counted = self.chat.encode(values[0], tools)
             else:
-                assert self.chat is not None  # _missing has looked
-                encodes: dict[str, Callable[..., tuple[Ids, Mask]]] = {
-                    "chat": self.chat.encode,
-                    "completion": self.chat.encode_completion,
-                }
-                ids, counted = encodes[self.form](*values, tools)
-        except (ChatError, UnicodeEncodeError) as error:
+                values = _prompt_and_completion(record)
+                if isinstance(values[0], str):
+                    ids, counted = self._completion(*values)
+                elif self.chat is None:
+                    raise ChatError(
+                        "its prompt is a list of messages, but that of the first record was a "
+                        "string"
+                    )
+                else:
+                    ids, counted = self.chat.encode_completion(values[0], values[1], tools)
+        except (ChatError, UnicodeEncodeError, json.JSONDecodeError) as error:
             return Bad(f"{error}: {excerpt(repr(record).encode('utf-8', 'replace'))}")
         return Document(hash64(json.dumps(values, sort_keys=True).encode()), ids, counted)
-
-    def _missing(self, record: Record) -> str:
-        """Return the problem with the fields of a record, or ""."""
-        names = self.columns[:-1]
-        for name in names:
-            if name not in record:
-                there = ", ".join(ascii(key) for key in record)
-                return f'no field "{name}" (there is {there})' if record else f'no field "{name}"'
-        kinds = {type(record[name]) for name in names}
-        if self.form == "completion" and kinds == {str}:
-            return ""
-        if kinds != {list}:
-            return f"field {' and '.join(names)} must be a list of messages" + (
-                " or both a string" if self.form == "completion" else ""
-            )
-        if self.chat is None:
-            return "its prompt is a list of messages, but that of the first record was a string"
-        messages = [message for name in names for message in record[name]]
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            return 'each message must be {"role": ..., "content": ...}'
-        return ""
 
     def _completion(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
         """Tokens of both together; those from where the prompt's own tokens end, or where a token
@@ -182,15 +169,27 @@ class Encoder:
         return tokens, counted
 
 
+def _prompt_and_completion(record: Record) -> list[Any]:
+    """Return both, strings or lists of messages.
+
+    Raises:
+        ChatError: one is missing or of another kind.
+    """
+    values = [record.get(name) for name in ("prompt", "completion")]
+    if all(isinstance(value, str) for value in values):
+        return values
+    if not all(isinstance(value, list) for value in values):
+        there = ", ".join(ascii(key) for key in record) or "nothing"
+        raise ChatError(
+            f"prompt and completion must both be a string or a list of messages; there is {there}"
+        )
+    return [messages_of({"messages": value}) for value in values]
+
+
 def _fields_of(record: Record) -> str:
     """Name the fields that could be meant."""
     if (form := form_of(record)) != "text":
         return f' (its fields are those of the form "{form}": choose it with --form {form})'
-    if isinstance(turns := record.get("conversations"), list) and turns:
-        return (
-            ' (the turns of "conversations" have to be "messages", each {"role": "user" or '
-            '"assistant" or "system", "content": ...})'
-        )
     texts = [ascii(key) for key, value in record.items() if isinstance(value, str)]
     if texts:
         return f" (text is in {', '.join(texts[:4])}: choose one with --field)"

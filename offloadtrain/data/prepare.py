@@ -320,7 +320,7 @@ class _Tally:
         for number, problem in encoded.bad:
             bad_line = f"{where}{self._lines + number + 1}: {problem}"
             if not reading.keep_going:
-                raise DataError(f'{bad_line}\nset bad_lines = "skip" to skip such lines')
+                raise DataError(f"{bad_line}\n`prepare --bad-lines skip` leaves such records out")
             self.skipped_lines += 1
             if len(self.skipped) < _SHOWN_BAD_LINES:
                 self.skipped.append(bad_line)
@@ -355,8 +355,14 @@ def _commit(
 def _why_not(files: Sequence[SourceFile], tally: _Tally) -> str:
     where = files[0].path if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
     if tally.highest < 0:
-        return f"{where}: no line holds text ({tally.skipped_lines} skipped)"
-    return f"{where}: a single document, so none can be held out; set val_fraction = 0"
+        problem = "no line holds text"
+    else:
+        problem = (
+            "a single document, so none can be held out: --val-fraction 0 (in a job, "
+            "data.val_fraction)"
+        )
+    left_out = "".join(f"\nleft out: {line}" for line in tally.skipped)
+    return f"{where}: {problem} ({tally.skipped_lines} skipped){left_out}"
 
 
 def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:

@@ -31,6 +31,8 @@ BUS_BYTES = 64 << 20
 _MAD_TO_SIGMA = 1.4826
 SLOW_RANK, NOT_SLOW_RANK, RANK_STEPS = 1.15, 1.08, 20
 """Number of steps in the median of a rank's time over the others'."""
+LEAST_SKEW_MS = 15.0
+"""Ranks of short steps differ by less than this from the load of the host alone."""
 
 
 @dataclass(slots=True)
@@ -98,10 +100,16 @@ class Alerts:
             self._emit(alert)
 
     def _report(
-        self, code: str, problem: str, *, level: str = "warning", after: int = 1, patience: int = 1
+        self,
+        code: str,
+        problem: str | bool,
+        *,
+        level: str = "warning",
+        after: int = 1,
+        patience: int = 1,
     ) -> None:
         """Raise an alert after so many problems in a row; clear it after `patience` good reports.
-        `problem`: "" if there is none."""
+        `problem`: a sentence; "" or False if there is none."""
         rule = self._rules.setdefault(code, _Rule())
         if not problem:
             rule.bad, rule.good = 0, rule.good + 1
@@ -110,7 +118,7 @@ class Alerts:
             rule.bad += 1
             changes = rule.bad >= after and not rule.raised
             if rule.bad >= after:
-                rule.good, rule.message = 0, problem
+                rule.good, rule.message = 0, str(problem)
         if changes:
             rule.raised = not rule.raised
             state = "raised" if rule.raised else "cleared"
@@ -133,17 +141,27 @@ class Alerts:
     def _check_step(self, step: Step) -> None:
         number = step.step
         self._report("stall", "", level="error")
-        problem = "" if math.isfinite(step.loss) else f"the loss of step {number} is {step.loss}"
-        self._report("not-finite", problem, level="error", patience=10)
+        self._report(
+            "not-finite",
+            not math.isfinite(step.loss) and f"the loss of step {number} is {step.loss}",
+            level="error",
+            patience=10,
+        )
         self._skipped = self._skipped + 1 if step.skipped else 0
-        problem = f"{self._skipped} steps in a row were skipped: gradients are not finite"
-        self._report("skips", problem if self._skipped >= SKIPS_IN_A_ROW else "")
+        self._report(
+            "skips",
+            self._skipped >= SKIPS_IN_A_ROW
+            and f"{self._skipped} steps in a row were skipped: gradients are not finite",
+        )
         scale = math.inf if step.loss_scale is None else step.loss_scale
-        problem = f"the loss scale has fallen to {scale:g}: fp16 is too narrow for this run"
-        self._report("loss-scale-floor", problem if scale <= 1.0 else "", level="error")
+        self._report(
+            "loss-scale-floor",
+            scale <= 1.0
+            and f"the loss scale has fallen to {scale:g}: fp16 is too narrow for this run",
+            level="error",
+        )
         losses = self._recent("losses", SPIKE_HISTORY)
-        problem = spike(step.loss, number, losses, self._spike_score)
-        self._report("loss-spike", problem, patience=20)
+        self._report("loss-spike", spike(step.loss, number, losses, self._spike_score), patience=20)
         if math.isfinite(step.loss):
             losses.append(step.loss)
         self._check_throughput(step)
@@ -159,9 +177,12 @@ class Alerts:
             return
         usual = statistics.median(list(rates)[:-10])
         now = statistics.median(list(rates)[-10:])
-        slow = now < self._limit("slower", SLOWER_THAN, WELL_AGAIN) * usual
-        text = f"{now:.0f} tokens/s over ten steps, {usual:.0f} before; look for other load"
-        self._report("slower", text if slow else "", patience=10)
+        self._report(
+            "slower",
+            now < self._limit("slower", SLOWER_THAN, WELL_AGAIN) * usual
+            and f"{now:.0f} tokens/s over ten steps, {usual:.0f} before; look for other load",
+            patience=10,
+        )
 
     def _check_bus(self, lane: str, most: float, step: Step) -> None:
         moved = step.h2d_bytes if lane == "h2d" else step.d2h_bytes
@@ -174,11 +195,12 @@ class Alerts:
         if len(rates) < BUS_STEPS:
             return
         code, now = f"bus-{lane}", statistics.median(rates)
-        text = (
-            f"{lane} copies at {now:.1f} GB/s, but {most:.1f} GB/s were measured at the start: the "
-            "bus is shared, or the memory is on another NUMA node"
+        self._report(
+            code,
+            now < self._limit(code, SLOW_BUS, GOOD_BUS) * most
+            and f"{lane} copies at {now:.1f} GB/s, but {most:.1f} GB/s were measured at the start: "
+            "the bus is shared, or the memory is on another NUMA node",
         )
-        self._report(code, text if now < self._limit(code, SLOW_BUS, GOOD_BUS) * most else "")
 
     def _check_skew(self, step: Step) -> None:
         """Check for a slow rank that all others wait for at every step."""
@@ -191,47 +213,58 @@ class Alerts:
         usual = [statistics.median(of_rank) for of_rank in zip(*recent, strict=True)]
         slowest = max(range(len(usual)), key=usual.__getitem__)
         other_ms = statistics.median(usual[:slowest] + usual[slowest + 1 :])
-        slow = usual[slowest] > self._limit("rank-skew", SLOW_RANK, NOT_SLOW_RANK) * other_ms
-        text = (
-            f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others "
-            f"{other_ms:.0f} ms, so they wait; look at its GPU's clocks, its link and its cores"
+        limit_ms = self._limit("rank-skew", SLOW_RANK, NOT_SLOW_RANK) * other_ms
+        self._report(
+            "rank-skew",
+            usual[slowest] > max(limit_ms, other_ms + LEAST_SKEW_MS)
+            and f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others "
+            f"{other_ms:.0f} ms, so they wait; look at its clocks, its link and its cores",
+            patience=10,
         )
-        self._report("rank-skew", text if slow else "", patience=10)
 
     # ---- the machine
 
     def _check_machine(self, sample: System, free_disk_bytes: int | None) -> None:
         if step_ms := self._history.get("step_ms"):
             usual_s, silent_s = statistics.median(step_ms) / 1e3, self._clock() - self._last_step_s
-            text = (
-                f"no step for {format_duration(silent_s)}; a step takes {format_duration(usual_s)}"
+            self._report(
+                "stall",
+                silent_s >= max(STALL_S, STALL_FACTOR * usual_s)
+                and f"no step for {format_duration(silent_s)}; a step takes "
+                f"{format_duration(usual_s)}",
+                level="error",
             )
-            stalls = silent_s >= max(STALL_S, STALL_FACTOR * usual_s)
-            self._report("stall", text if stalls else "", level="error")
         total, available = sample.host_total_bytes, sample.host_available_bytes
-        low = 0 < available < self._limit("host-memory", LOW_MEMORY, ENOUGH_MEMORY) * total
-        text = (
-            f"{format_bytes(available)} of {format_bytes(total)} of host memory is available: the "
-            "kernel may end the run; free memory, or use a narrower offload.state"
+        self._report(
+            "host-memory",
+            0 < available < self._limit("host-memory", LOW_MEMORY, ENOUGH_MEMORY) * total
+            and f"{format_bytes(available)} of {format_bytes(total)} of host memory is available: "
+            "the kernel may end the run; free memory, or use a narrower offload.state",
+            level="error",
         )
-        self._report("host-memory", text if low else "", level="error")
         if self._swap_at_start is None:
             self._swap_at_start = sample.swap_used_bytes
         grown = sample.swap_used_bytes - self._swap_at_start
-        text = f"{format_bytes(grown)} has been swapped out since the run began: steps will be slow"
-        self._report("swap", text if grown > SWAPPED_BYTES else "")
+        self._report(
+            "swap",
+            grown > SWAPPED_BYTES
+            and f"{format_bytes(grown)} has been swapped out since the run began: steps will be "
+            "slow",
+        )
         needed = CHECKPOINT_ROOM * self._checkpoint_bytes
         free = math.inf if free_disk_bytes is None else free_disk_bytes
-        text = (
-            f"{format_bytes(free)} is free on the disk, but the next checkpoint needs "
-            f"{format_bytes(needed)}: free some, or lower train.keep_last"
+        self._report(
+            "disk",
+            free < needed
+            and f"{format_bytes(free)} is free on the disk, but the next checkpoint needs "
+            f"{format_bytes(needed)}: free some, or lower train.keep_last",
+            level="error",
         )
-        self._report("disk", text if free < needed else "", level="error")
         for gpu in sample.gpus:
             # An idle GPU also has a narrow link and low clocks.
             if (gpu.utilization_percent or 0.0) > 50.0:
                 for code, problem in (("link", _narrow(gpu)), ("throttle", gpu.throttle)):
-                    text = f"GPU {gpu.index}: {problem}" if problem else ""
+                    text = problem and f"GPU {gpu.index}: {problem}"
                     self._report(f"{code}-gpu{gpu.index}", text, after=3, patience=3)
 
 

@@ -271,6 +271,8 @@ class System(Event, kind="system"):
 
     Attributes:
         cpu_percent: of this process; 100 is one core.
+        host_cpu_percent: of all processes of the host.
+        host_cpus: CPUs of the host; 0: not logged.
         rss_bytes: resident memory of this process.
         host_available_bytes: memory still available under every limit.
         gpu_state: "" if the GPUs could be queried, otherwise why not.
@@ -283,6 +285,8 @@ class System(Event, kind="system"):
     swap_used_bytes: int
     gpus: tuple[GpuSample, ...] = ()
     gpu_state: str = ""
+    host_cpu_percent: float = 0.0
+    host_cpus: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

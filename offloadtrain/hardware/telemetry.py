@@ -94,6 +94,7 @@ class Sampler:
 
     def sample(self) -> System:
         """Take one sample; 0: not reported by the machine."""
+        cpus = psutil.cpu_count() or 0
         return System(
             cpu_percent=_or_default(lambda: self._process.cpu_percent(), 0.0),
             rss_bytes=_or_default(lambda: self._process.memory_info().rss, 0),
@@ -102,6 +103,8 @@ class Sampler:
             swap_used_bytes=_or_default(lambda: psutil.swap_memory().used, 0),
             gpus=self._nvml.sample(),
             gpu_state=self._nvml.state,
+            host_cpu_percent=cpus * _or_default(psutil.cpu_percent, 0.0),
+            host_cpus=cpus,
         )
 
     def close(self) -> None:

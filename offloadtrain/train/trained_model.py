@@ -248,11 +248,6 @@ class TrainedModel:
     device: torch.device
 
     @property
-    def packing(self) -> Packing:
-        """The packing of documents into sequences, as in its training."""
-        return "stream" if self.saved is None else self.saved.job.data.packing
-
-    @property
     def seq_len(self) -> int:
         """Tokens per sequence: those of its training, or few enough for any memory."""
         if self.saved is not None:
@@ -380,6 +375,7 @@ def evaluate(
     data: Path,
     *,
     seq_len: int,
+    packing: Packing | None = None,
     batch: int,
     most_tokens: int = 0,
     progress: Progress | None = None,
@@ -387,6 +383,8 @@ def evaluate(
     """Return the mean loss over the counted tokens of all whole sequences of a token file.
 
     Args:
+        packing: of documents into sequences; None: as in the training of a run. Of a folder, of
+            which that is not known, conversations are padded.
         most_tokens: stop after so many, which then are spread evenly over the file; 0: all.
         progress: called with (bytes done, bytes in all).
 
@@ -396,11 +394,13 @@ def evaluate(
     tokens, model = TokenFile(data), trained.model
     _check(trained, tokens, seq_len)
     verify(tokens)
+    unknown: Packing = "padded" if tokens.header.masked else "stream"
+    packing = packing or (trained.saved.job.data.packing if trained.saved else unknown)
     batches = Batches(
         tokens,
         batch=batch,
         seq_len=seq_len,
-        packing=trained.packing,
+        packing=packing,
         shuffle=False,
         masking=None if trained.saved is None else masking_of(trained.saved.job, tokens),
     )
@@ -415,7 +415,7 @@ def evaluate(
         done += len(part.tokens_BT)
         if progress is not None:
             progress(done * width, wanted * width)
-    complete = wanted == batches.windows and trained.packing == "stream"
+    complete = wanted == batches.windows and packing == "stream"
     left_out = len(tokens) - 1 - wanted * seq_len if complete else 0
     return Evaluation(total / max(1, counted), counted, left_out)
 

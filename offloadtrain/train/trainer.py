@@ -101,6 +101,8 @@ class Trainer:
         """Requests that are not answered yet."""
         self._loss = LateLoss(self.optimizer.device)
         self._all_stop = False
+        self._steps_s = 0.0
+        """Of the slowest rank in this start: the same on all of them."""
         self._emergency = Emergency(config, context, self.saving, log)
 
     def resume(self, source: Checkpoint, on_damaged: OnDamaged) -> bool:
@@ -136,20 +138,30 @@ class Trainer:
         with self._emergency.guarded(self.progress), prefetch as self._prefetch:
             if self.progress.step == 0:
                 self._evaluate()
-            while self.progress.step < config.steps and not self._stops(stop):
+            while not self._is_over and not self._stops(stop):
                 done, stats = self._step(stop)
                 if stats.written:
                     self.saving.finish(self.progress)
                 if done:
                     self._between_steps()
                 self._answer(stop, stats)
-            finished = self.progress.step >= config.steps
+            finished, step = self._is_over, self.progress.step
+            if finished and step < config.steps:
+                problem = f"train.max_s = {config.max_s:g} is over: the run ends at step {step} of "
+                self._log.warn("time-limit", f"{problem}{config.steps}; a resume goes on", step)
             if finished:
                 self._evaluate()
             self.saving.save(self.progress)
             if finished and config.sample_tokens:
                 self._sample()
         return "done" if finished else "stopped"
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the last step is done, or the time of this start."""
+        config = self.config.train
+        late = config.max_s > 0 and self._steps_s >= config.max_s
+        return late or self.progress.step >= config.steps
 
     def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
         """Try one optimizer step; return whether it was not skipped, and what ranks exchanged."""
@@ -212,6 +224,7 @@ class Trainer:
         parts, replicas = self.config.ranks.tensor, self._context.replicas.size
         stats = StepStats.of(of_ranks, replicas=replicas, parts=parts)
         self._all_stop = stats.stops
+        self._steps_s += max(stats.own_ms) / 1e3
         return stats
 
     def _stops(self, stop: StopRequests) -> bool:
@@ -489,6 +502,7 @@ class UnflushedTrainer(Trainer):
             or stats.asks
             or stats.saves
             or self._all_stop
+            or self._is_over
             # If it is skipped, the run ends after it, with a checkpoint.
             or self.progress.skipped_in_a_row == MAX_SKIPS - 1
         )

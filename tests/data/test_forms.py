@@ -245,7 +245,8 @@ CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
     "no content": (tiny.CHATML, [{"role": "assistant"}], "speaks first|refuses it"),
     "refused": ("{{ raise_exception('never') }}", CHAT, r"refuses it \(never\)"),
     "no role": (tiny.CHATML, [{"content": "a"}], 'each message must be {"role"'),
-    "text": (tiny.CHATML, "what", "messages must be a list of messages"),
+    "text": (tiny.CHATML, "what", r"no conversation: it needs .*there is 'messages'"),
+    "no speaker": (tiny.CHATML, [{"value": "a"}], '{"from": ..., "value": ...}'),
     "parts": (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
         [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, CHAT[2]],
@@ -263,6 +264,56 @@ def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path) -> None:
             prepare(source, tmp_path / "out", tokenizer=str(folder), form="chat", val_fraction=0.0)
 
 
+def _sharegpt(system: str, turns: Rows) -> dict[str, Any]:
+    names = {"user": "human", "assistant": "gpt"}
+    said = [{"from": names[turn["role"]], "value": turn["content"]} for turn in turns]
+    return {"id": "x1", "system": system, "conversations": said}
+
+
+def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None:
+    """ShareGPT and Alpaca give the tokens and counts of the same `messages`; bad rows are left out
+    by number, with the reason, also beside good ones of another shape."""
+    question = {"role": "user", "content": "what is it?\n\nthe hat"}
+    alone = {"role": "user", "content": "what is it?"}
+    answer = {"role": "assistant", "content": "the cat"}
+    alpaca = {"instruction": "what is it?", "output": "the cat"}
+    in_turns = [{"from": "system", "value": "what"}, *_sharegpt("", CHAT[1:])["conversations"]]
+    shapes: list[tuple[dict[str, Any], list[dict[str, str]]]] = [
+        (_sharegpt("what", CHAT[1:]), CHAT),
+        ({"conversations": in_turns}, CHAT),
+        ({"conversations": CHAT}, CHAT),
+        ({**alpaca, "input": "the hat"}, [question, answer]),
+        ({**alpaca, "input": ""}, [alone, answer]),
+        ({**alpaca, "input": None, "messages": None}, [alone, answer]),
+        ({**alpaca, "system": "the"}, [{"role": "system", "content": "the"}, alone, answer]),
+    ]
+    for number, (shape, messages) in enumerate(shapes):
+        both = []
+        for name, row in (("shape", shape), ("messages", {"messages": messages})):
+            source = _jsonl(tmp_path / f"{name}{number}", [row])
+            out = tmp_path / f"{name}{number}"
+            prepared = prepare(source, out, tokenizer=str(folder), val_fraction=0.0)
+            both.append(documents(prepared.train))
+        assert both[0] == both[1] and both[0][0]
+    bad = [{"conversations": [{"from": "human", "value": "hi"}]}, {"instruction": "what is it?"}]
+    rows = [shapes[0][0], bad[0], shapes[3][0], bad[1], {"messages": CHAT}]
+    source = _jsonl(tmp_path / "mixed", rows)
+    with pytest.raises(
+        DataError, match=r"mixed.jsonl:2: no message .*\n`prepare --bad-lines skip`"
+    ):
+        prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
+    prepared = prepare(
+        source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0, bad_lines="skip"
+    )
+    assert prepared.train_documents == 3 and prepared.skipped_lines == 2
+    second, fourth = prepared.skipped
+    assert "mixed.jsonl:2: no message of the assistant" in second
+    assert "mixed.jsonl:4: no conversation" in fourth and "there is 'instruction'" in fourth
+    source = _jsonl(tmp_path / "one", rows[:2])
+    with pytest.raises(DataError, match=r"single document.*--val-fraction 0.*\nleft out: .*:2: no"):
+        prepare(source, tmp_path / "one", tokenizer=str(folder), bad_lines="skip")
+
+
 def test_a_source_that_cannot_be_used_is_named(tmp_path: Path, folder: Path) -> None:
     turns = _jsonl(tmp_path / "a", [{"conversations": [{"from": "human", "value": "hi"}]}])
     chats = _jsonl(tmp_path / "b", chat_rows())
@@ -271,7 +322,7 @@ def test_a_source_that_cannot_be_used_is_named(tmp_path: Path, folder: Path) -> 
     (tmp_path / "s" / "notes.txt").write_text("some notes")
     (tmp_path / "c.txt").write_bytes(b"caf\xe9 and more")
     cases = [
-        (turns, str(folder), 'the turns of "conversations" have to be "messages"'),
+        (turns, str(folder), r"a\.jsonl:1: no message of the assistant"),
         (chats, "bytes", "conversations need a chat template, and tokenizer 'bytes'"),
         (tmp_path / "s", str(folder), r"notes\.txt is text, and the records .* 'chat'"),
         (tmp_path / "c.txt", str(folder), r"c\.txt is not UTF-8 at byte 3: convert it"),

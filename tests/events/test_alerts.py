@@ -141,6 +141,7 @@ SCENARIOS: dict[str, list[Stage]] = {
         (40, ranks(100.0, 104.0, 98.0, 101.0), ["rank-skew cleared"]),
     ],
     "two ranks": [(30, ranks(100.0, 120.0), ["rank-skew raised"])],
+    "two ranks of short steps": [(30, ranks(73.0, 86.0), [])],
     "few slow steps of a rank": [
         (30, ranks(100.0, 100.0), []),
         (5, ranks(100.0, 400.0), []),

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 from offloadtrain.cli.main import main
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.data.prepare import prepare
+from offloadtrain.data.tokens import TokenFile
 from offloadtrain.events import schema
 from offloadtrain.model.language_model import OwnModel
 from offloadtrain.train.build import assemble
@@ -82,6 +84,36 @@ def test_a_question_is_rendered_by_the_template(
     assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "bytes") == 0
     assert main(["generate", f"{tmp_path}/bytes", "--chat", "--prompt", "a"]) == 2
     assert "tokenizer 'bytes' cannot have one" in capsys.readouterr().err
+
+
+def test_an_exported_folder_is_evaluated_as_its_job_was(
+    tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss over the counted tokens of each conversation alone, as a plain loop has it."""
+    tiny.folder(tmp_path / "t")
+    assert run(chat_job(tmp_path, "data.packing=padded", "train.steps=2"), tmp_path / "run") == 0
+    (val,) = tmp_path.rglob("val.bin")
+    tokens = TokenFile(val)
+    assert main(["export", f"{tmp_path}/run", f"{tmp_path}/out", "--dtype", "fp32"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    total, counted, begin = 0.0, 0, 0
+    for end in tokens.document_ends():
+        ids_T = torch.from_numpy(tokens.tokens[begin:end].astype(int))[:33]
+        counts_T = torch.from_numpy(tokens.mask[begin:end].astype(bool))[:33][1:]
+        begin = end
+        with torch.no_grad():
+            logits_TV = model(ids_T[None, :-1]).logits[0].float()
+        total += F.cross_entropy(logits_TV[counts_T], ids_T[1:][counts_T], reduction="sum").item()
+        counted += int(counts_T.sum())
+    results = []
+    for options in ([], ["--packing", "padded"], ["--packing", "stream"]):
+        capsys.readouterr()
+        evaluation = ["eval", f"{tmp_path}/out", "--data", f"{val}", "--seq-len", "32"]
+        assert main([*evaluation, *options, "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1] and results[0]["tokens"] == counted > 0
+    assert results[0]["loss"] == pytest.approx(total / counted, rel=1e-4)
+    assert results[2]["loss"] != results[0]["loss"]
 
 
 def test_files_of_another_tokenizer_are_refused(tmp_path: Path, chats: Path) -> None:

@@ -190,6 +190,26 @@ def test_a_skipped_step_is_counted_and_changes_nothing(
     assert (progress["step"], progress["skipped"], progress["skipped_in_a_row"]) == (12, 3, 0)
 
 
+def test_a_time_limit_ends_a_start_as_its_last_step_does(tmp_path: Path) -> None:
+    """With evaluation, checkpoint and sample, and a line that says so; a resume goes on with the
+    steps of a run without a limit."""
+    limit = "train.max_s=1e-9"  # over after a step
+    job = small_job(tmp_path, *SAMPLED, limit)
+    path = tmp_path / "limited"
+    assert run(job, path) == 0
+    events = {kind: events_of(path, kind) for kind in (schema.Step, schema.Eval, schema.Sample)}
+    assert [event.step for event in events[schema.Step]] == [1]
+    assert events[schema.Eval][-1].step == 1 and len(events[schema.Sample]) == 1
+    assert [p.name for p in checkpoint.find(path / "checkpoints")] == ["step-00000001"]
+    (end,) = events_of(path, schema.RunEnded)
+    (warning,) = [e for e in events_of(path, schema.Warning_) if e.code == "time-limit"]
+    assert (end.status, end.step) == ("done", 1)
+    assert warning.message.startswith("train.max_s = 1e-09 is over: the run ends at step 1 of 12")
+    assert run(job, path, resume=str(path)) == 0
+    assert run(small_job(tmp_path), tmp_path / "whole") == 0
+    assert history(path) == history(tmp_path / "whole")[:2]
+
+
 def test_documents_that_lose_their_ends_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, "data.packing=padded", "train.steps=4"), path) == 0

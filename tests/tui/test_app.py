@@ -17,7 +17,7 @@ from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.clock import Clock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm
 from offloadtrain_tui.frame import screen_text
-from offloadtrain_tui.keys import with_keys
+from offloadtrain_tui.keys import KEYS, footer, with_keys
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.widgets.chart import Chart
 from textual.widget import Widget
@@ -146,6 +146,19 @@ def test_the_palette_opens_a_screen_and_the_timeline_is_exported(tmp_path: Path)
     names = [f"panel {number}" for number in range(1, 12)]
     keys = [key for key, _ in with_keys(names)]
     assert keys == [*"1234567890", ""], "the eleventh panel has no key"
+
+
+def test_the_footer_names_whole_keys_at_every_width() -> None:
+    """From 80 columns on all ten screens and the help; requests where a run answers them."""
+    bindings = [(binding.key_display or binding.key, binding) for binding in KEYS]
+    for width in range(40, 200):
+        for can_ask in (False, True):
+            words = footer(bindings, width, can_ask=can_ask).plain.split(" ")
+            assert len(" ".join(words)) <= width and len(words) % 2 == 0
+            assert ("stop" in words) <= can_ask and (width < 130 or ("stop" in words) == can_ask)
+            if width >= 80:
+                assert words[0:20:2] == [*"1234567890"] and words[20:22] == ["?", "help"]
+    assert "transfers" in footer(bindings, 110, can_ask=False).plain
 
 
 @pytest.mark.slow

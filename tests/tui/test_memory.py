@@ -16,6 +16,7 @@ from offloadtrain_tui.reading.log_reader import Snapshot
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Tier
+from offloadtrain_tui.widgets.styles import FILLS, OWNER_COLORS
 
 from benchmarks.generated_runs import generate
 from offloadtrain.events import schema
@@ -59,6 +60,22 @@ def system(**changed: object) -> schema.System:
 
 def parts(tier: Tier) -> dict[str, int]:
     return {part.owner: part.nbytes for part in tier.parts}
+
+
+def test_an_owner_has_one_color_in_all_bars() -> None:
+    """Of twelve owners no two look alike; and the same one does on device and host."""
+    rows = tuple(
+        schema.MemoryRow(owner=f"owner {n}", tier=tier, num_bytes=(20 - n) * GIB, peak_bytes=0)
+        for tier, numbers in (("device", range(3)), ("host", range(12, 0, -1)))
+        for n in numbers
+    )
+    bars = memory.bars(shown(history_of(system(), schema.Memory(step=1, rows=rows))))
+    looks: dict[str, set[tuple[str, str]]] = {}
+    for part in (part for bar in bars for part in bar.parts):
+        look = (FILLS[part.color % len(FILLS)], OWNER_COLORS[part.color % len(OWNER_COLORS)])
+        looks.setdefault(part.owner, set()).add(look)
+    assert len(looks) >= 13 and all(len(look) == 1 for look in looks.values())
+    assert len({next(iter(look)) for look in looks.values()}) == len(looks)
 
 
 def test_a_peak_inside_a_step_reaches_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

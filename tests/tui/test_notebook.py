@@ -30,8 +30,21 @@ def test_without_ipython_it_is_a_picture(tmp_path: Path) -> None:
     watch = ot.watch(write(tmp_path / "run", plain()))
     assert "step 100/100" in words(watch._repr_html_())
     assert repr(watch).startswith("run: done  step 100/100")
-    memory = ot.watch(tmp_path, screen="memory", size=(80, 24)).svg()
-    assert "Adam m" in words(memory)
+    memory = ot.watch(tmp_path, screen="memory", size=(80, 24))
+    assert "Adam m" in words(memory.svg())
+    process = memory._process
+    assert process is not None
+    with (tmp_path / "run/events/rank000.jsonl").open("ab") as log:
+        log.writelines(lines([(BEGIN_S + 300, recordings.step(101, random.Random(0)))]))
+    deadline = time.monotonic() + 120
+    while "step 101" not in words(memory.svg()):
+        assert time.monotonic() < deadline
+    assert memory._process is process and process.poll() is None, "one process draws all"
+    memory.stop()
+    assert process.poll() == 0 and memory._process is None
+    assert "Adam m" in words(memory.svg()), "it begins again"
+    memory.stop()
+    watch.stop()
 
 
 def test_a_run_that_is_not_there_is_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 from offloadtrain_tui.reading.history import fold
 from offloadtrain_tui.reading.series import Series
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.verdict import against_plan, bound_by, time_left_s
+from offloadtrain_tui.verdict import against_plan, bound_by, is_calm, time_left_s
 from offloadtrain_tui.widgets.chart import Curve, Plot
 
 from offloadtrain.events import schema
@@ -46,6 +47,52 @@ def test_a_step_is_compared_with_its_bound_and_its_plan() -> None:
     assert bound_by(slow).startswith("bound by CPU LION 70%")
     assert against_plan(view_of(planned_s=1.01)) == "101% of plan"
     assert against_plan(view_of(planned_s=0.01)) == "100x slower than plan"
+
+
+def test_a_slow_run_on_a_busy_or_unmeasured_host_is_no_defect() -> None:
+    """Two ranks use 30 % of two CPUs and other programs 60 %, or hardly any."""
+    sample = replace(recordings.system(random.Random(0)), cpu_percent=30.0, host_cpus=2)
+    busy, quiet = (replace(sample, host_cpu_percent=percent) for percent in (180.0, 70.0))
+    unmeasured = {"device": "cpu", "machine": "this machine (rates of cpu2 per core)"}
+    cases = [
+        ({}, 0.05, busy, "20x slower than plan, other programs use 60% of the CPU"),
+        ({}, 0.05, quiet, "20x slower than plan"),
+        ({}, 0.9, busy, "90% of plan"),
+        (unmeasured, 0.05, busy, "other programs use 60% of the CPU"),
+        (unmeasured, 0.05, quiet, ""),
+        (unmeasured | {"machine": "mine.toml"}, 0.05, quiet, "20x slower than plan"),
+    ]
+    for changed, planned_s, system, words in cases:
+        plan = recordings.start().plan | {"step": {"seconds": planned_s}} | changed
+        start = recordings.start(plan=plan, world_size=2)
+        assert against_plan(view_of(start, system)) == words
+
+
+def test_waits_and_norms_that_change_get_the_room_of_memory() -> None:
+    busy = {"compute": 970.0, "host": 300.0}
+    calm = view_of(busy_ms=busy, exposed_ms=4.0, data_ms=0.0)
+    assert is_calm(calm)
+    assert not is_calm(view_of(busy_ms=busy, exposed_ms=100.0, data_ms=0.0)), "it waits"
+    for norm in (100.0, math.nan):
+        step = replace(recordings.step(31, random.Random(0)), grad_norm=norm, busy_ms=busy)
+        assert not is_calm(view_of(step, busy_ms=busy, exposed_ms=4.0, data_ms=0.0))
+
+
+def test_a_time_limit_ends_before_the_last_step() -> None:
+    """After 30 s of steps of 1 s, of a run of 300 steps and 45 s."""
+    start = recordings.start(config={"train": {"steps": 300, "max_s": 45.0}})
+    view = View.at(
+        fold(
+            lines(
+                [(BEGIN_S, start)]
+                + [
+                    (BEGIN_S + n, replace(recordings.step(n, random.Random(0)), step_ms=1000.0))
+                    for n in range(1, 31)
+                ]
+            )
+        )
+    )
+    assert time_left_s(view) == pytest.approx(15.0)
 
 
 def test_the_end_counts_evaluations_and_checkpoints() -> None:

@@ -21,7 +21,7 @@ from textual.message import Message
 from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
-from textual.widgets import ContentSwitcher, Footer, Input, Static
+from textual.widgets import ContentSwitcher, Input, Static
 
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.events import schema
@@ -31,10 +31,10 @@ from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.filter import Sanitized, is_unicode
 from offloadtrain_tui.help import Help
-from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, with_keys
+from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, footer, with_keys
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
-from offloadtrain_tui.panels.runs import RunsPanel
+from offloadtrain_tui.panels.runs import RunsPanel, nothing_in
 from offloadtrain_tui.plots import KINDS, as_csv
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import History
@@ -118,12 +118,13 @@ class Monitor(App[None]):
         None: where Textual draws."""
         super().__init__()
         self.clock: Clock = clock or LiveClock()
-        self._listing = Listing(runs_dir)
+        named = tuple(run.folder for run in run_paths if run.folder is not None)
+        self._listing = Listing(runs_dir, named)
         self.reader = Reader(
             run_paths, self.clock, lambda: self.post_message(self.News()), news_s=news_s
         )
         self._selected = 0
-        self._overlaid: set[Path] = set()
+        self._overlaid = set(named) if len(run_paths) > 1 else set()
         self._snapshots: list[Snapshot] = []
         self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
@@ -132,7 +133,7 @@ class Monitor(App[None]):
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
         self.first_panel = "overview"
         self._listed = False
-        name, state = (run_paths[0].name, "opening") if run_paths else ("no run: this machine", "")
+        name, state = (run_paths[0].name, "opening") if run_paths else (nothing_in(runs_dir), "")
         empty = Snapshot(name, None, (View.at(History()),), state)
         self.shown = ViewState(empty, self.clock.now_s(), readonly=readonly)
 
@@ -181,7 +182,7 @@ class Monitor(App[None]):
         self._listed = True
         if not self.is_running:
             return
-        self.query_one(RunsPanel).list_runs(message.rows)
+        self.query_one(RunsPanel).list_runs(message.rows, self._listing.runs_dir)
         living = [row.folder for row in message.rows if row.state in runs.ALIVE]
         if not self.reader.readers and living:  # started after a monitor that had none to show
             self._open(living[0], overlay=False)
@@ -193,8 +194,7 @@ class Monitor(App[None]):
         logs = not self.reader.readers or (
             bool(self._snapshots) and all(snapshot.is_complete for snapshot in self._snapshots)
         )
-        footed = bool(self.query("FooterKey"))  # the footer creates its keys late
-        return self._listed and sampled and logs and footed
+        return self._listed and sampled and logs
 
     def settle(self) -> None:
         """Draw the current state."""
@@ -246,8 +246,9 @@ class Monitor(App[None]):
             )
             self.shown = replace(self.shown, snapshot=chosen, other_runs=other_runs)
         now_s = self.clock.now_s()
-        at_s = now_s if isinstance(self.clock, ReplayClock) else None
-        self.shown = replace(self.shown, now_s=now_s, at_s=at_s)
+        self.shown = replace(self.shown, now_s=now_s)
+        if isinstance(self.clock, ReplayClock):
+            self.shown = replace(self.shown, at_s=now_s, speed=self.clock.speed)
         self.draw()
 
     # ---- the screen
@@ -259,7 +260,7 @@ class Monitor(App[None]):
         with ContentSwitcher(initial="overview", id="panels"):
             for name, panel in PANELS.items():
                 yield panel(id=name)
-        yield Footer(compact=True, show_command_palette=False)  # `?` names its key
+        yield Static(id="footer")
 
     def on_resize(self) -> None:
         width, height = self.size
@@ -284,6 +285,14 @@ class Monitor(App[None]):
             self.query_one("#when").display = bool(text.plain)
             self._line("when", text)
             self.panel.show(self.shown)
+            # Not the screen's active ones: those change with the focus.
+            maps = [self.panel._bindings.copy(), self._bindings.copy()]
+            for bindings_map in maps:
+                bindings_map.apply_keymap(self._keymap)
+            shown_bindings = [binding for bindings_map in maps for _, binding in bindings_map]
+            bindings = [(self.get_key_display(each), each) for each in shown_bindings]
+            can_ask = self.shown.snapshot.state in runs.ALIVE and not self.shown.readonly
+            self._line("footer", footer(bindings, self.size.width, can_ask=can_ask))
 
     def _line(self, name: str, text: Text) -> None:
         tell(self.query_one(f"#{name}", Static), text)

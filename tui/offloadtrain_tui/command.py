@@ -153,7 +153,14 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
     from offloadtrain_tui.frame import frame
 
     width, height = _parsed(size)
-    text, svg = asyncio.run(frame(app, screen, width, height))
+    terminal = sys.stderr  # Textual takes it while it draws
+
+    def say(text: str) -> None:
+        if terminal.isatty():
+            terminal.write(f"... {text}\n")
+            terminal.flush()
+
+    text, svg = asyncio.run(frame(app, screen, width, height, say))
     if screenshot is not None:
         screenshot.write_text(svg)
         print(screenshot)

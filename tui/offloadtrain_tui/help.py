@@ -32,7 +32,7 @@ KEYS = (
     ("?  Esc", "open and close this page;  q leaves the monitor, the run goes on"),
 )
 WORDS = (
-    ("waits", "time that the GPU waited for the CPU or for a copy"),
+    ("waits", "time that compute waited for the CPU or for a copy"),
     ("GPU→CPU", "gradients on their way to the host's memory"),
     ("CPU Adam", "the optimizer's update, on the CPU"),
     ("CPU→GPU", "updated weights on their way to the GPU"),

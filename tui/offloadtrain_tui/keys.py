@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import zip_longest
 
+from rich.style import Style
+from rich.text import Text
 from textual.binding import Binding
 
 from offloadtrain_tui.panels.base import Panel
@@ -50,11 +52,7 @@ KEYS = tuple(
     for binding in (
         Binding("question_mark", "help", "help", key_display="?"),
         Binding("q", "quit", "quit"),
-        *(
-            Binding(key, f"panel('{name}')", name, show=key in "1234569")
-            for key, name in with_keys(PANELS)
-            if key
-        ),
+        *(Binding(key, f"panel('{name}')", name) for key, name in with_keys(PANELS) if key),
         Binding("left_square_bracket", "move(-1)", "step back", key_display="[", show=False),
         Binding("right_square_bracket", "move(1)", "step on", key_display="]", show=False),
         Binding("comma", "move(-100)", "100 back", show=False),
@@ -93,3 +91,37 @@ COMMANDS = (
     ("Save the settings", "save_settings"),
 )
 """(title, action) of the command palette, in addition to the panels."""
+
+_SHORT = {
+    "overview": "over", "memory": "mem", "transfers": "bus", "timeline": "time", "plots": "plot",
+    "ranks": "rank", "events": "event", "gpus": "gpu",
+}  # fmt: skip
+_REQUESTS = ("checkpoint", "stop")
+
+
+def footer(bindings: Iterable[tuple[str, Binding]], width: int, *, can_ask: bool) -> Text:
+    """Return the last line: all screens, then as many other keys as fit whole. A click presses one.
+
+    Args:
+        bindings: what a key is called, and the binding.
+        can_ask: the run answers requests.
+    """
+    shown = [(key, binding) for key, binding in bindings if binding.show]
+    panels = [(key, binding) for key, binding in shown if binding.action.startswith("panel(")]
+    order = ("help", "quit", "stop", "checkpoint")
+    rest = [
+        (key, binding)
+        for key, binding in shown
+        if (key, binding) not in panels and (can_ask or binding.description not in _REQUESTS)
+    ]
+    rest.sort(key=lambda item: (item[1].description in order[1:], item[1].description != "help"))
+    full = " ".join(f"{key} {binding.description}" for key, binding in panels) + " ? help"
+    text = Text(no_wrap=True)
+    for key, binding in (*panels, *rest):
+        name = binding.description if len(full) <= width else _SHORT.get(binding.description, "")
+        label = f"{key} {name or binding.description}"
+        if len(text) + len(label) + bool(text) <= width:
+            click = Style(meta={"@click": f"app.simulate_key('{binding.key}')"})
+            text.append(" " if text else "").append(key, Style(bold=True) + click)
+            text.append(label.removeprefix(key), click)
+    return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offloadtrain.config import units
@@ -155,8 +155,14 @@ def devices(shown: ViewState) -> list[Tier]:
 
 
 def bars(shown: ViewState) -> tuple[Tier, ...]:
-    """Return all bars: GPUs, then the host."""
-    return (*devices(shown), host(shown))
+    """Return all bars: GPUs, then the host; an owner has one color in all of them."""
+    tiers = (*devices(shown), host(shown))
+    owners = dict.fromkeys(part.owner for tier in tiers for part in tier.parts)
+    colors = {owner: number for number, owner in enumerate(owners)}
+    return tuple(
+        replace(tier, parts=tuple(replace(part, color=colors[part.owner]) for part in tier.parts))
+        for tier in tiers
+    )
 
 
 def _of_rank(view: View, local_system: schema.System | None, shown: ViewState) -> Tier:
@@ -299,7 +305,7 @@ def _load(gpu: schema.GpuSample) -> str:
 
 def _age(time_s: float | None, shown: ViewState) -> str:
     """Say how old a logged sample is, of a run that goes on."""
-    if time_s is None or not shown.is_live or shown.state in ("done", "stopped", "failed"):
+    if time_s is None or not shown.is_live or shown.snapshot.ending is not None:
         return ""
     age_s = shown.now_s - time_s
     return f"as of {units.format_duration(age_s)} ago" if age_s > OLD_S else ""
@@ -361,8 +367,10 @@ def _area(stretch_of: Callable[[Live], _Stretch], view: View, tier: Tier) -> Are
         stretch = None if live is None else stretch_of(live)
         columns.append(None if stretch is None else (*_bands(stretch[0], names), *stretch[1:]))
     extent = view.history.live.extent_s(view.time_s)
-    ago = f"{units.format_duration(extent[1] - extent[0])} ago" if extent else ""
-    return Area(tier.title, tuple(columns), tier.total, tier.planned, (ago, "now"))
+    before = f"{units.format_duration(extent[1] - extent[0])} before" if extent else ""
+    axis = (before, "last sample")
+    colors = tuple(part.color for part in tier.parts[:_BANDS])
+    return Area(tier.title, tuple(columns), tier.total, tier.planned, axis, colors=colors)
 
 
 def _bands(parts: Sequence[Part], names: Sequence[str]) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.log_reader import RunReader
@@ -54,31 +55,34 @@ def watch(
 
 
 class Watch:
-    """A run and its newest picture. `stop` ends the refreshing; the run does not notice."""
+    """A run and its newest picture. `stop` ends the refreshing; the run does not notice.
+
+    One process draws all pictures, from the first one until `stop` or the end of this process.
+    """
 
     def __init__(self, run: RunPath, screen: str, size: tuple[int, int], every_s: float) -> None:
         self._run, self._screen, self._size, self._every_s = run, screen, size, every_s
         self._process: subprocess.Popen[str] | None = None
+        self._problems: IO[str] | None = None
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def svg(self) -> str:
-        """Return the screen as it is now; takes about a second.
+        """Return the screen as it is now; the first takes about a second.
 
         Raises:
             RuntimeError: it cannot be drawn; the message has the drawing process's error.
         """
-        process = self._draw(most=1)
-        output, problem = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"the picture of {self._run.name} was not drawn: {problem}")
-        return str(json.loads(output))
+        return self._next()[0]
 
     def stop(self) -> None:
-        """Leave the last picture as it is."""
-        if self._process is not None:
-            self._process.terminate()
+        """Leave the last picture as it is, and end the process that draws."""
+        self._stopped.set()
         if self._thread is not None:
             self._thread.join()  # waits until the last picture is shown
+        with self._lock:
+            self._end()
 
     def __repr__(self) -> str:
         return f"{self._run.name}: {line(RunReader(self._run).read_to_end(time.time()))}"
@@ -91,31 +95,54 @@ class Watch:
         from IPython.display import HTML, display
 
         self.stop()
-        handle: Any = display(HTML(self.svg()), display_id=True)
+        self._stopped = stopped = threading.Event()
+        picture, over = self._next()
+        handle: Any = display(HTML(picture), display_id=True)
         if handle is None:  # no frontend
             return
-        self._process = process = self._draw(most=0)
 
-        def replace(pictures: Iterable[str]) -> None:
-            with process:
-                for picture in pictures:  # waits for the next one, or the process's end
-                    if picture.endswith("\n"):  # not one that `stop` has cut
-                        handle.update(HTML(json.loads(picture)))
+        def replace(over: bool) -> None:
+            while not over and not stopped.wait(self._every_s):
+                picture, over = self._next()
+                handle.update(HTML(picture))
 
-        assert process.stdout is not None
-        self._thread = threading.Thread(
-            target=replace, args=(process.stdout,), name="watch", daemon=True
-        )
+        self._thread = threading.Thread(target=replace, args=(over,), name="watch", daemon=True)
         self._thread.start()
 
-    def _draw(self, most: int) -> subprocess.Popen[str]:
-        width, height = self._size
-        arguments = (self._run.path, self._screen, width, height, self._every_s, most)
-        # Nobody reads the stderr of an endless series; `svg` has reported errors before.
-        return subprocess.Popen(
+    def _next(self) -> tuple[str, bool]:
+        """Return the next picture, and whether the run has ended."""
+        with self._lock:
+            process = self._process or self._begin()
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):  # it has ended: it says why
+                process.stdin.write("\n")
+                process.stdin.flush()
+            answer = process.stdout.readline()
+            if not answer.endswith("\n"):
+                problem = self._end()
+                raise RuntimeError(f"the picture of {self._run.name} was not drawn: {problem}")
+            picture, over = json.loads(answer)
+            return picture, over
+
+    def _begin(self) -> subprocess.Popen[str]:
+        self._problems = tempfile.TemporaryFile("w+")
+        arguments = (self._run.path, self._screen, *self._size)
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "offloadtrain_tui.pictures", *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if most else subprocess.DEVNULL,
+            stderr=self._problems,
             text=True,
         )
+        return self._process
+
+    def _end(self) -> str:
+        """End the process that draws; return what it has written to stderr."""
+        process, self._process = self._process, None
+        if process is None or self._problems is None:
+            return ""
+        with suppress(BrokenPipeError):
+            process.communicate()  # closes its stdin, at which it ends
+        self._problems.seek(0)
+        with self._problems:
+            return self._problems.read()

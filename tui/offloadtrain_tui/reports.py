@@ -200,6 +200,7 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
         "memory": [asdict(row) for row in view.memory],
         "alerts": [asdict(alert) for alert in view.active_alerts()],
         "end": asdict(end) if end else None,
+        "ending": asdict(snapshot.ending) if snapshot.ending else None,
         "ranks": len(snapshot.views),
         "refused_logs": list(snapshot.refused),
         "unreadable_lines": sum(view.history.unreadable for view in snapshot.views),
@@ -225,6 +226,8 @@ def line(snapshot: Snapshot) -> str:
         now_s = time.time()
         parts.insert(1, f"ends {units.format_clock(now_s + left, now_s)}")
         parts.insert(2, f"{units.format_duration(left)} left")
+    if snapshot.ending is not None:
+        parts.insert(1, snapshot.ending.words(time.time()))
     parts += [f"! {clean(alert.code)}" for alert in view.active_alerts()]
     return "  ".join(parts)
 
@@ -237,6 +240,7 @@ def report(snapshot: Snapshot) -> str:
         line(snapshot),
         ", ".join(filter(None, (against_plan(view), bound_by(view)))),
         _death(view) if snapshot.out_of_memory else "",
+        *((ending.saved, ending.next) if (ending := snapshot.ending) else ()),
     ]
     if snapshot.set_up is None:  # else the rest is of its start before
         lines.append("" if view.val_loss is None else f"validation loss {view.val_loss:.4f}")
@@ -275,7 +279,8 @@ def moment_line(moment: Moment) -> str:
 
 
 _HEADER = (
-    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  last step"
+    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  {'ran':>6}  "
+    "last step"
 )
 
 
@@ -286,7 +291,11 @@ def _row(row: RunRow, now_s: float) -> str:
     )
     age_s = None if row.last_s is None else max(now_s - row.last_s, 0.0)
     ago = "-" if age_s is None else f"{units.format_duration(age_s)} ago"
-    return f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago}"
+    ran = f"{row.ran:>6}  {ago}"
+    lines = [f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ran}"]
+    if row.ending is not None and row.state != "done":
+        lines.append(f"    {'; '.join(filter(None, (row.ending.saved, row.ending.next)))}")
+    return "\n".join(lines)
 
 
 # ---- reading

@@ -40,6 +40,8 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     """Return name, state, progress and end, in so many columns."""
     view, state, problem = shown.view, shown.state, shown.snapshot.problem
     name, room = clean(shown.snapshot.name), max(width - _WIDTH_WITHOUT_NAME, 12)
+    if not state:  # without a run: where one was searched
+        return Text(f" {name}", "bold", overflow="ellipsis")
     total, progress = view.total_steps, f"  step {view.step}" if view.step else ""
     if total and view.step > total:
         progress = f"  step {view.step}, train.steps = {total}"  # resumed with fewer
@@ -49,11 +51,16 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     is_reading = not shown.snapshot.is_complete and state != "opening"
     return Text.assemble(
         (f" {name if len(name) <= room else f'{name[: room - 1]}…'} ", "bold"),
-        (f"{SIGNS.get(state, '')} {state}", colors.get(state, "")),
+        (
+            (f" REPLAY x{shown.speed:g} ", "reverse")
+            if shown.at_s is not None and not shown.is_newest
+            else (f"{SIGNS.get(state, '')} {state}", colors.get(state, ""))
+        ),
         ", probably out of memory" if shown.snapshot.out_of_memory else "",
         (f"  {clean(problem, 100)}" if problem else "", "bold"),
         progress,
         _end(shown, state),
+        (f"  + {len(shown.other_runs)} overlaid" if shown.other_runs else "", "dim"),
         ("  reading…" if is_reading else "", "dim"),
         no_wrap=True,
         overflow="ellipsis",
@@ -67,8 +74,10 @@ def _bar(share: float, cells: int = 20) -> str:
 
 
 def _end(shown: ViewState, state: str) -> str:
-    """Return when a living run ends; of another one, how long it took is in its events."""
+    """Return when a living run ends, or when one has ended and how long it ran."""
     view = shown.view
+    if shown.is_newest and (ending := shown.snapshot.ending):
+        return f"  {ending.words(shown.now_s)}"
     if not shown.is_live or state not in runs.ALIVE or shown.snapshot.set_up:
         return ""
     if (left := time_left_s(view)) is None:
@@ -111,6 +120,8 @@ def before_first_step(shown: ViewState) -> str:
     """Return the activity of a run that has no step yet."""
     view, state = shown.view, shown.state
     start = view.start
+    if not state:
+        return "this screen follows the first run that starts; until then it shows this machine"
     if shown.is_live and (now := shown.snapshot.set_up):
         return set_up_line(now, shown.now_s, is_over=state not in runs.ALIVE)
     if state not in runs.ALIVE or not shown.is_live:
@@ -133,23 +144,38 @@ def when(shown: ViewState, colors: ColorOf) -> Text:
     """Return the screen's position in time (live, at a step, in a replay) and active alerts, the
     newest first."""
     text = Text(overflow="ellipsis")
-    if not shown.is_live:
+    ending = shown.snapshot.ending if shown.is_newest else None
+    if shown.at_s is not None:
+        first_s, last_s = shown.newest.history.first_time_s, shown.newest.history.last_time_s
+        position = units.format_duration(max(shown.at_s - first_s, 0.0))
+        length = units.format_duration(last_s - first_s)
+        text.append(" REPLAY ", "reverse")
+        text.append(f" {position} of {length} of a run that is {shown.snapshot.state}", "dim")
+        text.append("; Space: pause, End: its end", "dim")
+    elif not shown.is_live:
         text.append(" ◀ step ", "reverse")
         text.append(f"{shown.view.step} ", "reverse")
         if (moment := shown.view.step_time_s) is not None:
             ago = max((shown.newest.step_time_s or moment) - moment, 0.0)
-            text.append(f" {units.format_duration(ago)} before the newest; End: live", "dim")
+            newest = "live" if shown.snapshot.state in runs.ALIVE else "its end"
+            text.append(f" {units.format_duration(ago)} before the newest; End: {newest}", "dim")
     elif silent := _silence(shown):
         text.append(f" {silent}", "bold")
     elif (end := shown.view.end) is not None and end.status == "failed" and end.message:
         text.append(f" ✖ {clean(end.message, 300)}", f"bold {colors.get('failed', '')}")
+    if ending is not None and ending.saved:
+        text.append(f"{chr(10) if text else ''} {ending.saved}", "bold")
+        text.append(f"; {ending.next}" if ending.next else "")
     alerts = shown.view.active_alerts()
+    if alerts and ending:
+        text.append(f"{chr(10) if text else ''} alerts at its end:", "dim")
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         color = colors.get("failed" if alert.level == "error" else "slow", "")
         text.append(f" ⚠ {clean(alert.code)}: {clean(alert.message, 200)} ", f"bold {color}")
     if alerts:
         more = len(alerts) - SHOWN_ALERTS
-        text.append(f" +{more} (7)  a:seen" if more > 0 else " a:seen", "dim")
+        seen = "" if ending else " a:seen"
+        text.append(f" +{more} (7) {seen}" if more > 0 else seen, "dim")
     return text
 
 

@@ -11,6 +11,9 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import lane_word, percent, short
 
 RECENT_STEPS = 20
+_CALM, _LEVEL, _BUSY = 0.05, 10.0, 0.25
+_UNMEASURED = "(rates of "
+"""In the name of a machine that takes the rates of a shipped one."""
 _LEAST_SHARE = 0.3
 """A cause with a smaller share of the step does not bound it."""
 
@@ -64,19 +67,44 @@ def waited_for(view: View) -> dict[str, float]:
     return {max(busy, key=lambda lane: busy[lane]): 1.0}
 
 
+def is_calm(view: View) -> bool:
+    """Return whether compute hardly waits, and the gradient norm stays within ten times its
+    median."""
+    norms = view.history.series["grad_norm"].values[
+        max(view.length - RECENT_STEPS, 0) : view.length
+    ]
+    known = sorted(norm for norm in norms if norm == norm)
+    waits = sum(share for lane, share in shares(view).items() if lane not in ("compute", "data"))
+    is_level = not known or known[-1] <= _LEVEL * known[len(known) // 2]
+    return waits < _CALM and is_level and len(known) == len(norms)
+
+
 def against_plan(view: View) -> str:
-    """Return the speed as a share of the planned one; "" without a plan."""
+    """Return the speed as a share of the planned one, and who else uses the CPU where it is much
+    slower; "" without a plan. On a CPU whose rates `doctor` has not measured there is no share."""
     planned: Any = view.start.plan.get("step") if view.start else None
     seconds = planned.get("seconds") if isinstance(planned, dict) else None
     step_ms = view.median_step_ms(RECENT_STEPS)
     if not isinstance(seconds, float | int) or not seconds > 0 or not step_ms:
         return ""
-    share = 1e3 * seconds / step_ms
-    return (
-        f"{100 * share:.0f}% of plan"
-        if share >= 0.5
-        else f"{1 / share:.{0 if share <= 0.1 else 1}f}x slower than plan"
-    )
+    share, others = 1e3 * seconds / step_ms, _other_programs(view)
+    plan = view.start.plan if view.start else {}
+    if plan.get("device") == "cpu" and _UNMEASURED in str(plan.get("machine")):
+        return others
+    if share >= 0.5:
+        return f"{100 * share:.0f}% of plan"
+    slower = f"{1 / share:.{0 if share <= 0.1 else 1}f}x slower than plan"
+    return ", ".join(filter(None, (slower, others)))
+
+
+def _other_programs(view: View) -> str:
+    """Return, for example, "other programs use 93% of the CPU"; "" if it is less than a quarter."""
+    sample = view.system
+    if sample is None or not sample.host_cpus or view.start is None:
+        return ""
+    share = sample.host_cpu_percent - view.start.world_size * sample.cpu_percent
+    share /= 100 * sample.host_cpus
+    return f"other programs use {percent(share)} of the CPU" if share >= _BUSY else ""
 
 
 def time_left_s(view: View) -> float | None:
@@ -84,7 +112,12 @@ def time_left_s(view: View) -> float | None:
     total, step_ms = view.total_steps, view.median_step_ms()
     if total is None or step_ms is None:
         return None
-    return seconds_left(view.step, total, step_ms / 1e3, _pauses(view))
+    left_s = seconds_left(view.step, total, step_ms / 1e3, _pauses(view))
+    train: Any = view.start.config.get("train") if view.start else None
+    limit_s = train.get("max_s") if isinstance(train, dict) else None
+    if isinstance(limit_s, float) and limit_s > 0 and view.step_time_s and view.started_s:
+        left_s = min(left_s, max(limit_s - (view.step_time_s - view.started_s), 0.0))
+    return left_s
 
 
 def _pauses(view: View) -> tuple[Pause, Pause]:

@@ -28,6 +28,7 @@ class ViewState:
         now_s: the clock.
         cursor: selected position in the steps of rank 0; None: the newest.
         at_s: in a replay, its current time.
+        speed: of a replay, relative to the run.
         zoom: index into ZOOMS.
         log: charts of positive numbers have a logarithmic axis.
         span: moving averages over so many steps are drawn over the raw curves; 0: none.
@@ -39,6 +40,7 @@ class ViewState:
     other_runs: tuple[Snapshot, ...] = ()
     cursor: int | None = None
     at_s: float | None = None
+    speed: float = 1.0
     zoom: int = 0
     log: bool = False
     span: int = 20
@@ -66,10 +68,16 @@ class ViewState:
         return self.cursor is None and self.at_s is None
 
     @property
+    def is_newest(self) -> bool:
+        """True if everything in the log has happened at the selected moment."""
+        moment = self.moment_s
+        return moment is None or moment >= self.snapshot.first.history.last_time_s
+
+    @property
     def state(self) -> str:
         """One of `runs.STATES`, at the selected moment."""
         moment = self.moment_s
-        if moment is None or moment >= self.snapshot.first.history.last_time_s:
+        if moment is None or self.is_newest:
             return self.snapshot.state
         return runs.state_of(self.view, None, moment)
 

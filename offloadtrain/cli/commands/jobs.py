@@ -121,6 +121,7 @@ def prepare(
 ) -> None:
     """Turn text or records into token files, OUT/train.bin and OUT/val.bin, and print their names.
 
+    On stderr it prints how long the documents are, and what each data.seq_len would cut.
     A second call with the same source, tokenizer and options does nothing.
 
     Parameters
@@ -136,21 +137,25 @@ def prepare(
     tokenizer
         "bytes", a folder with a tokenizer of transformers, or a tokenizer.json.
     form
-        Form of a record. "text": one field. "chat": `messages`; the loss counts the assistant's.
-        "completion": `prompt` and `completion`; the loss counts the second. "auto": chosen by the
-        first record's fields.
+        Form of a record. "text": one field. "chat": `messages`, or the fields of ShareGPT or
+        Alpaca; the loss counts the assistant's. "completion": `prompt` and `completion`; the loss
+        counts the second. "auto": chosen by the first record's fields.
     field
         Field of a record with the text.
     chat_template
         Jinja file that renders conversations in place of the tokenizer's own template.
     bad_lines
-        Action for a record that cannot be used.
+        Action for a record that cannot be used. skip: leave it out, and name it with the reason.
     jobs
         Number of worker processes; 0: one per CPU.
     quiet
-        Print no progress.
+        Print no progress, and no lengths.
     """
+    import numpy as np
+
     from offloadtrain.data import prepare as preparing
+    from offloadtrain.data.lengths import length_table
+    from offloadtrain.data.tokens import TokenFile
     from offloadtrain.runtime.heartbeat import HEARTBEAT
     from offloadtrain.train.log.console import Console
 
@@ -180,3 +185,6 @@ def prepare(
             sizes = f"{format_count(tokens)} tokens of {documents} documents"
             print(f"{path}: {sizes}, {what}", file=sys.stderr)
             print(path)
+    if done.train_documents > 1 and not quiet:
+        ends = TokenFile(done.train).document_ends()
+        print(length_table(np.diff(ends, prepend=0)), file=sys.stderr)

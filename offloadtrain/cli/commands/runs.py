@@ -16,6 +16,7 @@ from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.cli.exit_codes import DONE, FAILED, ends_as_interrupted
 from offloadtrain.cli.options import Count, CountOrNone, Flag, Json
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.sections import Packing
 
 MOST_PRINTED = 20
 """Most problems that are printed to stderr; `--json` has those of all checkpoints."""
@@ -192,6 +193,7 @@ def evaluate(
     *,
     data: Path,
     seq_len: CountOrNone = 0,
+    packing: Packing | None = None,
     micro_batch: Count = 8,
     max_tokens: CountOrNone = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -210,6 +212,9 @@ def evaluate(
         A token file made by `offloadtrain prepare`.
     seq_len
         Tokens per sequence. Default: as in the run's training; of a folder at most 1024.
+    packing
+        How documents fill sequences, as data.packing of a job. Default: as in the run's training;
+        of a folder "padded" for conversations, "stream" for text.
     micro_batch
         Sequences per forward.
     max_tokens
@@ -230,6 +235,7 @@ def evaluate(
             trained,
             data,
             seq_len=seq_len or trained.seq_len,
+            packing=packing,
             batch=micro_batch,
             most_tokens=max_tokens,
             progress=partial(HEARTBEAT.advance, "evaluating"),

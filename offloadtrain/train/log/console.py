@@ -23,6 +23,7 @@ from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_clock, format_duration, format_rate
 from offloadtrain.events import log_lines, schema
+from offloadtrain.events.commands import resume_command, train_command
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 
 SILENCE_S = 8.0
@@ -217,7 +218,8 @@ def run_summary(
             f"checkpoints are in {run / 'checkpoints'}"
         )
     curve = "" if stopped else f"\n{summary(log)}\n"
-    return f"{curve}{took}\n{next_commands(run, config, stopped=stopped, nproc=nproc)}"
+    longer = 2 * config.train.steps if step >= config.train.steps else 0
+    return f"{curve}{took}\n{next_commands(run, config, longer, stopped=stopped, nproc=nproc)}"
 
 
 def summary(log: Path) -> str:
@@ -252,20 +254,16 @@ def summary(log: Path) -> str:
     return "\n\n".join(parts)
 
 
-def next_commands(run: Path, config: Config, *, stopped: bool, nproc: int = 1) -> str:
-    """Return the run folder and next commands, as lines to copy."""
-    job, folder = shlex.quote(str(run / "resolved.toml")), shlex.quote(str(run))
-    train = f"offloadtrain train {job}" + (f" --nproc {nproc}" if nproc > 1 else "")
+def next_commands(run: Path, config: Config, longer: int, *, stopped: bool, nproc: int = 1) -> str:
+    """Return the run folder and next commands, as lines to copy. `longer`: the step to train to
+    next; 0: the job's last one has not been reached."""
     if stopped:
-        return f"run folder: {run}\nresume: {train} --resume {folder}"
-    longer = 2 * config.train.steps
+        return f"run folder: {run}\nresume: {resume_command(run, nproc)}"
+    halved = f"{train_command(run, nproc)} --set optim.lr={config.optim.lr / 2:g}"
     lines = [
-        (f"offloadtrain tui {folder}", "inspect any step"),
-        (f"{train} --resume {folder} --set train.steps={longer}", "train longer"),
-        (
-            f"{train} --set optim.lr={config.optim.lr / 2:g}",
-            "the same job, half the learning rate",
-        ),
+        (f"offloadtrain tui {shlex.quote(str(run))}", "inspect any step"),
+        (resume_command(run, nproc, longer), "train longer"),
+        (halved, "the same job, half the learning rate"),
         ("offloadtrain ls", "other jobs"),
         ("offloadtrain cp gpt2_124m", "copy one to edit"),
     ]

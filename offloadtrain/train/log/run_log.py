@@ -189,7 +189,7 @@ class Pace:
     def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._train, self._clock = train, clock
         self._step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._evaluation_s = self._save_s = 0.0
+        self._evaluation_s = self._save_s = self._spent_s = 0.0
         self._since_s: float | None = None
 
     @property
@@ -206,6 +206,7 @@ class Pace:
 
     def end_step(self, seconds: float) -> None:
         self._step_s.append(seconds)
+        self._spent_s += seconds
         self._since_s = self._clock()
 
     def evaluated(self, seconds: float) -> None:
@@ -218,7 +219,9 @@ class Pace:
         evaluations = Pause(self._train.eval_every, self._evaluation_s)
         saves = Pause(self._train.checkpoint_every, self._save_s)
         usual_s = statistics.median(self._step_s)
-        return seconds_left(step, self._train.steps, usual_s, (evaluations, saves))
+        left_s = seconds_left(step, self._train.steps, usual_s, (evaluations, saves))
+        limit_s = self._train.max_s
+        return min(left_s, max(limit_s - self._spent_s, 0.0)) if limit_s else left_s
 
     @staticmethod
     def _is_due(every: int, step: int) -> bool:

@@ -1,4 +1,5 @@
-"""1: everything at a glance."""
+"""1: everything at a glance. Half of the charts are of what changes: memory over time while waits
+and gradient norm are calm."""
 
 from __future__ import annotations
 
@@ -8,16 +9,20 @@ from textual.containers import Grid
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.verdict import is_calm
 from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.widgets.area import Area, AreaChart
 from offloadtrain_tui.widgets.bars import MemoryBars
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
 CHARTS = ("loss", "tokens_per_s", "exposed", "grad_norm")
+AREAS = ("exposed", "grad_norm")
+"""Charts in whose place memory is drawn: of a GPU, and of the host."""
 
 
 class Overview(Panel):
-    """Memory, the lanes of the newest sampled step, four charts."""
+    """Memory, the lanes of the newest sampled step, two charts, and memory or two more."""
 
     def compose(self) -> ComposeResult:
         yield MemoryBars(legend=2, id="overview-bars")
@@ -25,12 +30,27 @@ class Overview(Panel):
         with Grid(id="overview-charts"):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"overview-{name}")
+            for name in AREAS:
+                yield AreaChart(Area(""), id=f"overview-area-{name}")
 
     def display_state(self, shown: ViewState) -> None:
-        view = shown.view
-        self.query_one(MemoryBars).show(memory.bars(shown))
+        view, tiers = shown.view, memory.bars(shown)
+        self.query_one(MemoryBars).show(tiers)
         spans = view.spans
+        for widget in ("lanes", "charts"):
+            self.query_one(f"#overview-{widget}").display = bool(shown.snapshot.state)
         lanes = Lanes(spans[0].step if spans else 0, spans)
         self.query_one("#overview-lanes", Timeline).show(lanes)
         for name in CHARTS:
             self.query_one(f"#overview-{name}", Chart).show(plot(name, shown))
+        on_gpu = len(tiers) > 1
+        areas = {"exposed": on_gpu, "grad_norm": True} if view.live and is_calm(view) else {}
+        for name in AREAS:
+            is_area = areas.get(name, False)
+            self.query_one(f"#overview-{name}").set_class(is_area, "replaced")
+            area = self.query_one(f"#overview-area-{name}", AreaChart)
+            area.set_class(not is_area, "replaced")
+            if is_area and name == "exposed":
+                area.show(memory.device_history(view, tiers[0]))
+            elif is_area:
+                area.show(memory.host_history(shown.views, tiers[-1]))

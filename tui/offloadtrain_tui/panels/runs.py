@@ -19,7 +19,7 @@ from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.styles import STATE_COLORS
 from offloadtrain_tui.widgets.table import Cell, fill, tell
 
-COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
+COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "ran", "last step")
 
 
 class RunsPanel(Panel):
@@ -41,10 +41,11 @@ class RunsPanel(Panel):
 
     def on_mount(self) -> None:
         self._rows: list[RunRow] = []
+        self._runs_dir = Path()
 
-    def list_runs(self, rows: list[RunRow]) -> None:
-        """Display the listed runs at once."""
-        self._rows = rows
+    def list_runs(self, rows: list[RunRow], runs_dir: Path) -> None:
+        """Display the listed runs at once; `runs_dir`: where they were searched."""
+        self._rows, self._runs_dir = rows, runs_dir
         self.show_again()
 
     def display_state(self, shown: ViewState) -> None:
@@ -54,8 +55,18 @@ class RunsPanel(Panel):
             for row in self._rows
         ]
         fill(self.query_one(DataTable), COLUMNS, cells)
-        where = f" {self._rows[0].folder.parent}" if self._rows else " no runs found"
-        tell(self.query_one("#runs-text", Static), where)
+        self._describe()
+
+    def on_data_table_row_highlighted(self) -> None:
+        self._describe()
+
+    def _describe(self) -> None:
+        """Say where the runs are, and how the one at the cursor goes on."""
+        row = self.query_one(DataTable).cursor_row
+        ending = self._rows[row].ending if 0 <= row < len(self._rows) else None
+        where = f"runs in {self._runs_dir}" if self._rows else nothing_in(self._runs_dir)
+        facts = (where, *((ending.saved, ending.next) if ending else ()))
+        tell(self.query_one("#runs-text", Static), "\n".join(f" {line}" for line in facts if line))
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         event.stop()
@@ -69,6 +80,11 @@ class RunsPanel(Panel):
             self.post_message(self.Chosen(self._rows[row].folder, overlay=overlay))
 
 
+def nothing_in(runs_dir: Path) -> str:
+    """Say that a folder has no runs, and how to start the first."""
+    return f"no runs in {runs_dir.absolute()}: offloadtrain train demo starts one"
+
+
 def _cells(row: RunRow, shown: ViewState, drawn: bool, color: str) -> tuple[Cell, ...]:
     sign = "▶" if row.folder == shown.snapshot.folder else "+" if drawn else ""
     ago = "" if row.last_s is None else units.format_duration(max(shown.now_s - row.last_s, 0.0))
@@ -80,5 +96,6 @@ def _cells(row: RunRow, shown: ViewState, drawn: bool, color: str) -> tuple[Cell
         short(row.loss),
         short(row.val_loss),
         short(row.tokens_per_s),
+        row.ran,
         f"{ago} ago" if ago else "",
     )

@@ -15,6 +15,7 @@ from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.ending import Ending, ending_of
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.tail import Tail
@@ -46,6 +47,7 @@ class Snapshot:
         refused: why logs are not read: they are no regular files.
         lives_here: its process is alive, and on this host.
         set_up: its progress before its log begins, or when it was killed; None: set-up is over.
+        ending: how it has ended; None: it is alive, or not known to have ended.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Snapshot:
     out_of_memory: bool = False
     lives_here: bool = False
     set_up: SetUpNow | None = None
+    ending: Ending | None = None
 
     @property
     def first(self) -> View:
@@ -161,7 +164,7 @@ class RunReader:
         killed = state == "killed" and runs.killed_for_memory(folder, life.set_up)
         return Snapshot(
             *(self.run.name, folder, views, state, self.is_complete, refused, killed),
-            *(bool(life.alive), life.set_up),
+            *(bool(life.alive), life.set_up, ending_of(folder, views[0], state)),
         )
 
     def _silent_s(self, view: View, now_s: float) -> float | None:

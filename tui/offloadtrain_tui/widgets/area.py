@@ -27,6 +27,7 @@ class Area:
         planned: a line too; 0: no plan.
         axis: labels below the left and the right end.
         base: bytes below the lowest row, which are not in the columns.
+        colors: numbers of the bands' owners, as in the bars; of other bands, the next ones.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Area:
     planned: int = 0
     axis: tuple[str, str] = ("", "")
     base: int = 0
+    colors: tuple[int, ...] = ()
 
     @property
     def top(self) -> int:
@@ -95,7 +97,7 @@ class AreaChart(Drawn[Area]):
             last = number if size else last
             if height > middle:
                 count = len(column)
-                fill = FILLS[number % len(FILLS)]
+                fill = FILLS[self._number(number) % len(FILLS)]
                 if number >= count - 2:
                     fill = (CACHE, OTHERS)[number - count + 2]
                 return Segment(fill, self._color(number, count))
@@ -107,7 +109,12 @@ class AreaChart(Drawn[Area]):
     def _color(self, number: int, count: int) -> Style:
         if number >= count - 2:
             return self.style("foreground", dim=True)
-        return self.style(OWNER_COLORS[number % len(OWNER_COLORS)])
+        return self.style(OWNER_COLORS[self._number(number) % len(OWNER_COLORS)])
+
+    def _number(self, band: int) -> int:
+        """Return the number of a band's owner."""
+        colors = self._content.colors
+        return colors[band] if band < len(colors) else max(colors, default=-1) + 1 + band
 
     def _axis(self, inner: int) -> list[Segment]:
         left, right = self._content.axis

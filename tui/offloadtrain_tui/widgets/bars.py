@@ -15,17 +15,19 @@ from offloadtrain_tui.widgets.drawn import Drawn
 from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
 
 FREE, PEAK = "·", "┃"
-_NAME_WIDTH = 38
 _NARROW, _SHORT = 100, 30
 _ONE, _REST = -1, -2
+_MORE = 4
+"""Columns at the end of a legend's line for how many owners it leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of one owner."""
+    """Bytes of one owner; `color` is its number among all owners of the screen."""
 
     owner: str
     nbytes: int
+    color: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,6 @@ class Tier:
     @property
     def used(self) -> int:
         return sum(part.nbytes for part in self.parts)
-
-    @property
-    def owners(self) -> int:
-        """How many have memory in it."""
-        return len(self.parts) + bool(self.cache) + bool(self.other)
 
     @property
     def free(self) -> int:
@@ -114,14 +111,17 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         visible = sorted(order[: max(self.app.size.height // 6, 2)])
         lines = [(number, _ONE) for number in visible]
         lines += [(visible[0], _REST)] * (len(visible) < len(order))
-        return [*lines, (visible[0], 2), *self._lines(len(tiers) - 1)]
+        legend = [(visible[0], line) for _, line in self._lines(visible[0]) if line >= 2]
+        return [*lines, *legend, *self._lines(len(tiers) - 1)]
 
     def _lines(self, number: int) -> list[tuple[int, int]]:
         """Return the lines of a bar with figures above and owners below it."""
+        return [(number, line) for line in range(2 + self._shown_names(self.tiers[number]))]
+
+    def _shown_names(self, tier: Tier) -> int:
+        """Return how many lines of its legend are drawn."""
         most = self._legend if self.app.size.height >= _SHORT else 1
-        per_line = max(self.app.size.width // _NAME_WIDTH, 1)
-        names = min(-(-self.tiers[number].owners // per_line), most)
-        return [(number, line) for line in range(2 + names)]
+        return min(len(self._legend_lines(tier, self.app.size.width)), most)
 
     def _rest(self) -> list[Segment]:
         drawn = sum(line == _ONE for _, line in self._layout())
@@ -129,40 +129,43 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return [Segment(text, self.style("foreground", dim=True))]
 
     def _title(self, tier: Tier) -> list[Segment]:
-        usage = _of(tier.used, tier.total) if tier.total else units.format_bytes(tier.used)
         return [
             Segment(f" {tier.title}", self.style("foreground", bold=True)),
-            Segment(f" {usage}", self.style("primary")),
             *self._figures(tier),
             Segment(f"  {clean(tier.note)}", self.style("foreground", dim=True)),
         ]
 
     def _figures(self, tier: Tier) -> list[Segment]:
-        free = self.style("warning" if tier.free < 0.05 * tier.total else "success")
         plain, dim = self.style("foreground"), self.style("foreground", dim=True)
+        free = f"  {_of(tier.free, tier.total, ' free')}" if tier.total else ""
         return [
-            Segment(f"{label} {units.format_bytes(size)}", style)
-            for is_known, label, size, style in (
-                (tier.total, "  free", tier.free, free),
-                (tier.peak, f" {PEAK} peak", tier.peak, plain),
-                (tier.planned, "  plan", tier.planned, dim),
-            )
-            if is_known
+            Segment(free, self._free_style(tier)),
+            *(
+                Segment(f"{label} {units.format_bytes(size)}", style)
+                for label, size, style in (
+                    ("  owners", tier.used, plain),
+                    (f" {PEAK} peak", tier.peak, plain),
+                    ("  plan", tier.planned, dim),
+                )
+                if size
+            ),
         ]
+
+    def _free_style(self, tier: Tier) -> Style:
+        return self.style("warning" if tier.free < 0.05 * tier.total else "success", bold=True)
 
     def _in_one_line(self, tier: Tier, width: int) -> list[Segment]:
         gib = 1 << 30
-        figures = f" {tier.used / gib:.1f}/{tier.total / gib:.1f} GiB "
-        peak = f"  peak {tier.peak / gib:.1f}" if tier.peak else ""
-        free = f" free {tier.free / gib:.1f}{peak}"
+        free = f"  {tier.free / gib:.1f} free of {tier.total / gib:.1f} GiB "
+        figures = f" owners {tier.used / gib:.1f}"
+        figures += f"  peak {tier.peak / gib:.1f}" if tier.peak else ""
         note = "" if self.app.size.width < _NARROW else f"  {clean(tier.note)[:40]}"
         room = max(width - len(tier.title) - len(figures) - len(free) - len(note) - 2, 8)
-        scarce = tier.total and tier.free < 0.05 * tier.total
         return [
             Segment(f" {tier.title}", self.style("foreground", bold=True)),
-            Segment(figures, self.style("primary")),
+            Segment(free, self._free_style(tier)),
             *self._bar(tier, room),
-            Segment(free, self.style("warning" if scarce else "success")),
+            Segment(figures, self.style("foreground")),
             Segment(note, self.style("foreground", dim=True)),
         ]
 
@@ -171,9 +174,9 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         capacity = max(tier.total, tier.used + tier.cache + tier.other, 1)
         cells: list[tuple[str, Style]] = []
         done = 0
-        for number, part in enumerate(tier.parts):
+        for part in tier.parts:
             done += part.nbytes
-            cells += [self._cell(number)] * (inner * done // capacity - len(cells))
+            cells += [self._cell(part.color)] * (inner * done // capacity - len(cells))
         for sign, size in ((CACHE, tier.cache), (OTHERS, tier.other), (FREE, capacity)):
             done = min(done + size, capacity)
             rest = inner * done // capacity - len(cells)
@@ -187,34 +190,35 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return FILLS[number % len(FILLS)], self.style(color)
 
     def _names(self, tier: Tier, line: int, width: int) -> list[Segment]:
-        per_line = max(self.app.size.width // _NAME_WIDTH, 1)
-        labels = self._labels(tier)[line * per_line : (line + 1) * per_line]
-        segments = [Segment(" ")]
-        for sign, style, part in labels:
-            text = f" {_named(part, _NAME_WIDTH - 3)}"
-            segments += [Segment(sign, style), Segment(f"{text:<{_NAME_WIDTH - 1}}")]
+        lines = self._legend_lines(tier, width)
+        segments = list(lines[line])
+        if line + 1 == self._shown_names(tier) < len(lines):
+            more = sum(map(len, lines[line + 1 :])) // 2
+            segments.append(Segment(f" +{more}", self.style("foreground", dim=True)))
         return segments
 
-    def _labels(self, tier: Tier) -> list[tuple[str, Style, Part]]:
-        """Return sign and part of all that is in a bar."""
-        owned = [(*self._cell(number), part) for number, part in enumerate(tier.parts)]
+    def _legend_lines(self, tier: Tier, width: int) -> list[list[Segment]]:
+        """Return sign and whole name of all that is in a bar, in as many lines as they need."""
+        owned = [(*self._cell(part.color), part) for part in tier.parts]
         dim = self.style("foreground", dim=True)
         rest = ((CACHE, "allocator's cache", tier.cache), (OTHERS, "others", tier.other))
-        return owned + [(sign, dim, Part(name, size)) for sign, name, size in rest if size]
+        lines: list[list[Segment]] = []
+        used = width
+        for sign, style, part in (
+            *owned,
+            *((sign, dim, Part(name, size)) for sign, name, size in rest if size),
+        ):
+            text = f" {clean(part.owner)} {units.format_bytes(part.nbytes)}  "
+            if used + len(text) + 1 > width - _MORE:
+                lines.append([])
+                used = 1
+            lines[-1] += [Segment(sign if lines[-1] else f" {sign}", style), Segment(text)]
+            used += len(text) + 1
+        return lines
 
 
-def _of(used: int, total: int) -> str:
-    """Return, for example, "26.9 of 32.0 GiB"."""
-    (number, unit), total_text = units.format_bytes(used).split(" "), units.format_bytes(total)
-    return (
-        f"{number} of {total_text}"
-        if total_text.endswith(f" {unit}")
-        else f"{number} {unit} of {total_text}"
-    )
-
-
-def _named(part: Part, most: int) -> str:
-    """Return name and size in so many columns; a name is cut, a size never."""
-    size = f" {units.format_bytes(part.nbytes)}"
-    name, room = clean(part.owner), most - len(size)
-    return (name if len(name) <= room else f"{name[: room - 1]}…") + size
+def _of(part: int, total: int, word: str) -> str:
+    """Return, for example, "2.7 free of 32.0 GiB"."""
+    (number, unit), total_text = units.format_bytes(part).split(" "), units.format_bytes(total)
+    unit = "" if total_text.endswith(f" {unit}") else f" {unit}"
+    return f"{number}{unit}{word} of {total_text}"

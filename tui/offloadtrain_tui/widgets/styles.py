@@ -34,8 +34,11 @@ STATE_COLORS = {
     "killed": "error",
     "unknown": "warning",
 }
-OWNER_COLORS = ("primary", "accent", "success", "warning", "secondary", "error", "foreground")
-"""Colors of the parts of a bar, the largest first."""
+OWNER_COLORS = (
+    *("primary", "accent", "success", "warning", "secondary", "error", "foreground"),
+    *("primary-darken-3", "accent-darken-3", "success-darken-3", "warning-darken-3"),
+)
+"""Colors of the owners of memory, in the order of the bars."""
 
 FILLS = "█▓▒░▚▞▤"
 """Their fill characters, so that they differ without color too."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.boundary.safe_open import read_json
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import InputError
 from offloadtrain.config.units import format_bytes, format_count
 
 SCHEMA = 1
@@ -26,7 +26,7 @@ NOTHING = "Nothing has been measured on a GPU yet."
 Rows = Iterable[Sequence[str]]
 
 
-class ResultsError(OffloadTrainError):
+class ResultsError(InputError):
     """A results file cannot be read."""
 
 

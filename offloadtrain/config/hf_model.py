@@ -19,7 +19,7 @@ from offloadtrain.boundary.model_folder import inside
 from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config import toml
 from offloadtrain.config.errors import broken
-from offloadtrain.config.model_shape import MOST_LAYERS, ModelShape
+from offloadtrain.config.model_shape import MOST_LAYERS, MOST_TOKENS, ModelShape
 from offloadtrain.config.ranks_options import Stage
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -178,7 +178,11 @@ _IMPLEMENTATIONS = {
 }
 """Of the values of these keys, those for which transformers loads no package and no code."""
 
-_MOST_MODULES = {r"(layer|block|depth)s?$": MOST_LAYERS, r"(expert|head|label)s?$": 1 << 17}
+_MOST_MODULES = {
+    r"(layer|block|depth)s?$": MOST_LAYERS,
+    r"(expert|head|label)s?$": 1 << 17,
+    r"vocab_size$": MOST_TOKENS,
+}
 """What the ends of keys count, and how many may be made of it."""
 
 

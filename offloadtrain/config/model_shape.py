@@ -21,6 +21,8 @@ Objective = Literal["causal", "mlm"]
 
 MOST_LAYERS, MOST_PARAMS = 1024, 1 << 43
 """No model is larger. A plan of so many layers takes some ten seconds, one of 10^9 for ever."""
+MOST_SEQ_LEN, MOST_TOKENS = 1 << 23, 1 << 24
+"""No sequence is longer, and no vocabulary larger: a plan takes time for each piece of a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +175,14 @@ class ModelShape:
 
 def _too_large(shape: ModelShape, counts: bool) -> list[tuple[bool, str]]:
     """Rules of `problems`; `counts`: its parameters can be counted."""
-    layers, params = shape.num_layers, num_params(shape) if counts else 0
+    params = num_params(shape) if counts and shape.vocab_size <= MOST_TOKENS else 0
+    bounds = {"num_layers": MOST_LAYERS, "max_seq_len": MOST_SEQ_LEN, "vocab_size": MOST_TOKENS}
     return [
-        (layers > MOST_LAYERS, f"num_layers = {layers}, and no model has more than {MOST_LAYERS}"),
+        *(
+            (value > most, f"{key} = {value}, and no model has more than {most}")
+            for key, most in bounds.items()
+            for value in (getattr(shape, key),)
+        ),
         (
             params > MOST_PARAMS,
             f"d_model = {shape.d_model}: the model has {params:,} parameters, and at most "

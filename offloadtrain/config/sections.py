@@ -10,6 +10,7 @@ from typing import Literal
 
 from offloadtrain.config import command_hooks, toml
 from offloadtrain.config.errors import ConfigError, broken
+from offloadtrain.config.model_shape import MOST_SEQ_LEN
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.option import NOT_NEGATIVE, POSITIVE, SHARE, Rule, at_least, ranged
 from offloadtrain.config.units import parse_bytes
@@ -73,7 +74,9 @@ class DataConfig:
     val: str = ranged("", _PATH_OR_NONE)
     cache: str = ranged("data", PATH)
     val_fraction: float = ranged(0.05, ((lambda value: 0 <= value < 1), "from 0 to below 1"))
-    seq_len: int = ranged(256, at_least(2))
+    seq_len: int = ranged(
+        256, ((lambda value: 2 <= value <= MOST_SEQ_LEN), f"from 2 to {MOST_SEQ_LEN}")
+    )
     packing: Packing = "stream"
 
 

@@ -173,6 +173,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "the tokenizer is deep": (file("tokenizer.json", "[" * 2_000_000), ""),
     "10^9 layers": (config(num_hidden_layers=10**9), "no model has more than 1024"),
     "10^5 layers": (config(num_hidden_layers=10**5), "no model has more than 1024"),
+    "10^9 tokens": (config(vocab_size=10**9), "no model has more than 16777216"),
     "10^9 labels": (config(num_labels=10**9), "no model has more than"),
     "2^40 wide": (config(hidden_size=2**40), ""),
     "2^20 wide": (config(hidden_size=2**20), ""),

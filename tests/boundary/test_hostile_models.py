@@ -73,6 +73,14 @@ def test_every_command_refuses_a_folder(
     check(good, kind, tmp_path, capsys)
 
 
+def test_a_sequence_that_no_model_has_is_refused(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["--set", f"data.seq_len={1 << 24}", "--machine", "rtx4090"]
+    assert main(["plan", "--hf", str(good / "model"), *sets]) == 2
+    assert "data.seq_len = 16777216 must be from 2 to 8388608" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_command_trusts_a_model_folder(

@@ -203,7 +203,7 @@ _COMMANDS = (
     *("plan JOB --machine PATH", "checkpoints PATH", "export PATH OUT"),
     *("convert PATH OUT --to torch", "convert PATH --job JOB", "generate PATH --prompt a"),
     *("eval PATH --data PATH", "prepare PATH OUT", "report PATH", "trace PATH", "status PATH"),
-    *("tui PATH --once", "events PATH", "ctl PATH stop", "tag PATH x"),
+    *("runs PATH", "tui PATH --once", "events PATH", "ctl PATH stop", "tag PATH x"),
     *("import-deepspeed PATH OUT", "train JOB --set data.source=PATH"),
 )
 _WRITERS = ("export RUN PATH", "cp demo PATH", "trace RUN --out PATH", "prepare TEXT PATH")
@@ -230,6 +230,49 @@ def test_2_for_a_path_that_leads_nowhere(
         code, err = main(words), capsys.readouterr().err
         assert (code, "Traceback" in err) == (2, False), (command, code, err)
         assert sorted(tmp_path.rglob("*")) == before, command
+
+
+_NO_RUNS = {
+    "an empty folder": lambda path: path.mkdir(),
+    "a folder of files": lambda path: (path.mkdir(), (path / "notes.txt").write_text("hello")),
+    "an empty file": lambda path: path.touch(),
+    "a text": lambda path: path.write_text("hello\nworld\n"),
+    "bytes": lambda path: path.write_bytes(bytes(range(256)) * 40),
+    "other JSON": lambda path: path.write_text('{"k":"step"}\n{"a":1}\n[]\n'),
+    "a FIFO": lambda path: os.mkfifo(path),
+    "an empty log": lambda path: write_log(path, b""),
+    "a log of nothing": lambda path: write_log(path, b"\0" * 3000 + b"\n{}\n\xff\n"),
+    "no checkpoints": lambda path: (path / "checkpoints").mkdir(parents=True),
+}
+_READERS = (
+    *("status PATH", "status PATH --json", "status PATH --watch", "events PATH"),
+    *("events PATH --json", "tui PATH --once", "trace PATH", "checkpoints PATH"),
+    *("export PATH OUT", "generate PATH --prompt a", "eval PATH --data PATH", "ctl PATH stop"),
+    *("train JOB --resume PATH", "convert PATH OUT --to torch"),
+)
+
+
+def write_log(folder: Path, content: bytes) -> None:
+    (folder / "events").mkdir(parents=True)
+    (folder / "events" / "rank000.jsonl").write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", _NO_RUNS)
+def test_2_for_what_is_no_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever reads runs says in one line that it was given something else."""
+    monkeypatch.chdir(tmp_path)
+    _NO_RUNS[kind](tmp_path / "no run")
+    names = {"PATH": "no run", "JOB": str(job_file(tmp_path)), "OUT": "out"}
+    before = sorted(tmp_path.rglob("*"))
+    for command in _READERS:
+        if (kind, command) == ("no checkpoints", "checkpoints PATH"):
+            continue  # a run that has saved none: an empty list
+        words = [names.get(word, word) for word in command.split()]
+        code, err = main(words), capsys.readouterr().err
+        assert (code, len(err.splitlines())) == (2, 1) and "no run" in err, (command, code, err)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def _run_of_a_step(folder: Path) -> Path:

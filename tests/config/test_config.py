@@ -199,7 +199,7 @@ BAD_VALUES = [
     ("train.sample_tokens=-1", "train.sample_tokens = -1 must be 0 or more"),
     ("train.sample_prompt=3", "train.sample_prompt = 3 must be a string, in quotes"),
     ("train.sample_prompt=\udcff", "train.sample_prompt = '\\udcff' must be valid UTF-8"),
-    ("data.seq_len=1", "data.seq_len = 1 must be at least 2"),
+    ("data.seq_len=1", "data.seq_len = 1 must be from 2 to 8388608"),
     ("data.seq_len=129", "data.seq_len = 129 must be at most model.max_seq_len = 128"),
     ("data.val_fraction=1", "data.val_fraction = 1.0 must be from 0 to below 1"),
     ("data.cache=", "data.cache = '' must be a path: not empty, printable"),

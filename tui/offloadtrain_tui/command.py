@@ -168,8 +168,7 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
         print(text)
     # On stderr, why there is no run in what was shown.
     if app.shown.snapshot.problem and not app.shown.snapshot.has_records:
-        print(f"{app.shown.snapshot.name}: {app.shown.snapshot.problem}", file=sys.stderr)
-        return 1
+        return _refuse(f"{app.shown.snapshot.name}: {app.shown.snapshot.problem}")
     return 0
 
 

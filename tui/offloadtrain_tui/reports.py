@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_l
 
 _LIVE_EVERY_S, _FOLLOW_EVERY_S = 1.0, 0.2
 _ANSWER_S = 60.0
+_RUNS_DIR = Path("runs")
 DONE, FAILED, USAGE = 0, 1, 2
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -38,7 +40,7 @@ def status(
     run: Path | None = None,
     /,
     *,
-    runs_dir: Path = Path("runs"),
+    runs_dir: Path = _RUNS_DIR,
     live: Flag = False,
     watch: Flag = False,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -71,14 +73,14 @@ def status(
                 text = sanitize_json(json.dumps(facts(snapshot), default=str))
             print(text, flush=True)
         if not (live or watch) or snapshot.state not in runs.ALIVE:
-            _tell_problem(snapshot)
-            is_run = snapshot.has_records or snapshot.set_up is not None
-            return FAILED if snapshot.state in ("failed", "killed") or not is_run else DONE
+            if not _tell_problem(snapshot):
+                return USAGE
+            return FAILED if snapshot.state in ("failed", "killed") else DONE
         time.sleep(_LIVE_EVERY_S)
 
 
 def list_all(
-    runs_dir: Path = Path("runs"),
+    runs_dir: Path = _RUNS_DIR,
     /,
     *,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -101,14 +103,14 @@ def list_all(
     for row in rows:
         text = sanitize_json(json.dumps(asdict(row), default=str)) if json_ else _row(row, now_s)
         print(text)
-    return DONE
+    return DONE if runs_dir == _RUNS_DIR or os.path.isdir(runs_dir) else USAGE
 
 
 def show_events(
     run: Path | None = None,
     /,
     *,
-    runs_dir: Path = Path("runs"),
+    runs_dir: Path = _RUNS_DIR,
     follow: Annotated[bool, Parameter(name=("--follow", "-f"), negative="")] = False,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
@@ -128,9 +130,10 @@ def show_events(
     run_path = _find(run, runs_dir)
     if run_path is None:
         return USAGE
-    for text in _event_lines(RunReader(run_path), follow=follow, raw=json_):
+    reader = RunReader(run_path)
+    for text in _event_lines(reader, follow=follow, raw=json_):
         print(text, flush=follow)
-    return DONE
+    return DONE if _tell_problem(reader.read_to_end(time.time())) else USAGE
 
 
 def ctl(
@@ -156,10 +159,16 @@ def ctl(
     wait
         Seconds to wait for the answer; 0: do not wait.
     """
-    run_path = _find(run, Path("runs"))
-    if run_path is None or run_path.folder is None:
+    run_path = _find(run, _RUNS_DIR)
+    if run_path is None:
+        return USAGE
+    if run_path.folder is None:
+        print(f"{run_path.path} is no run folder: a log alone takes no requests", file=sys.stderr)
         return USAGE
     snapshot = RunReader(run_path).read_to_end(time.time())
+    if not snapshot.is_run:
+        _tell_problem(snapshot)
+        return USAGE
     if snapshot.state not in runs.ALIVE:
         print(f"{run_path.folder} is not running: it is {snapshot.state}", file=sys.stderr)
         return FAILED
@@ -301,16 +310,13 @@ def _row(row: RunRow, now_s: float) -> str:
 # ---- reading
 
 
-def _tell_problem(snapshot: Snapshot) -> None:
-    if snapshot.refused:
-        _tell_refused(snapshot.refused)
-    elif snapshot.problem:
-        print(f"{clean(snapshot.name)}: {snapshot.problem}", file=sys.stderr)
-
-
-def _tell_refused(refused: Sequence[str]) -> None:
-    for why in refused:
+def _tell_problem(snapshot: Snapshot) -> bool:
+    """Print what is wrong with the logs of a run; return whether it is one."""
+    for why in snapshot.refused:
         print(f"not read: {why}", file=sys.stderr)
+    if snapshot.problem and not snapshot.refused:
+        print(f"{clean(snapshot.name)}: {snapshot.problem}", file=sys.stderr)
+    return snapshot.is_run
 
 
 def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
@@ -342,7 +348,6 @@ def _event_lines(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]
             moment_line(moment) for moment in sorted(fresh, key=lambda moment: moment.time_s)
         )
         if not follow or snapshot.state not in runs.ALIVE:
-            _tell_problem(snapshot)
             return
         time.sleep(_FOLLOW_EVERY_S)
 
@@ -358,7 +363,6 @@ def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
                 if log_lines.from_line(text) is not None:
                     yield sanitize_json(text.decode(errors="replace"))
         if not any_lines and (not follow or not alive):
-            _tell_refused([tail.refused for tail in tails if tail.refused])
             return
         if not any_lines:
             time.sleep(_FOLLOW_EVERY_S)

@@ -221,6 +221,7 @@ class Segment:
         input_sizes: bytes of each block input that would be copied to the host.
         peak: peak bytes of all tensors after an operation that made one; 0: no operation did.
         at_peak: place → bytes of its tensors at the peak.
+        operations: their number in the forward of a block, without views.
     """
 
     place: Place
@@ -228,6 +229,16 @@ class Segment:
     input_sizes: list[int] = field(default_factory=list)
     peak: int = 0
     at_peak: dict[Place, int] = field(default_factory=dict)
+    operations: int = 0
+
+
+MOST_OPERATIONS = 2048
+"""In the forward of a layer: a trace of more takes minutes. A layer has some 50; one that loops
+over the tokens, such as a scan in plain Python, a few for each of them."""
+
+
+class TooManyOperationsError(Exception):
+    """The forward of a layer has more than `MOST_OPERATIONS`."""
 
 
 @dataclass(slots=True)
@@ -307,6 +318,10 @@ class Meter(TorchDispatchMode):
         # Most operations are these; each takes as long as all that follows.
         if func.is_view or func.namespace == "prim":
             return out
+        self.segments[-1].operations += bool(self.place.block) and not self.place.backward
+        # Not at the operations above: torch calls some where no error may come through.
+        if self.segments[-1].operations > MOST_OPERATIONS:
+            raise TooManyOperationsError
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         outputs = list(_tensors(out))

@@ -57,7 +57,13 @@ from offloadtrain.plan.tracing.alike import (
     runs_of,
     uniform_runs,
 )
-from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place
+from offloadtrain.plan.tracing.meter import (
+    GRADIENTS,
+    MOST_OPERATIONS,
+    Meter,
+    Place,
+    TooManyOperationsError,
+)
 from offloadtrain.plan.tracing.patches import (
     empty_caches_of,
     masks_as_in_training,
@@ -116,7 +122,7 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 class TraceError(ModelError):
-    """A module that cannot run over fake tensors."""
+    """A module that cannot run over fake tensors, or not in a reasonable time."""
 
 
 def trace_step(
@@ -139,7 +145,7 @@ def trace_step(
 
     Raises:
         ModelError: `offload` would refuse the model.
-        TraceError: its forward depends on values.
+        TraceError: its forward depends on values, or loops over the tokens.
     """
     check_model(model, may_be_meta=True)
     parts = partition(model)
@@ -354,9 +360,15 @@ def _without_addresses() -> Iterator[None]:
 
 @contextmanager
 def _no_values(name: str) -> Iterator[None]:
-    """Raise TraceError if a forward needs values; the message names the operation."""
+    """Raise TraceError if a forward needs values or never ends; the message names the cause."""
     try:
         yield
+    except TooManyOperationsError:
+        raise TraceError(
+            f"{name} is not traced: the forward of a layer runs more than {MOST_OPERATIONS:,} "
+            "operations, such as a few for each token. Give shorter sequences, or install the "
+            "kernels that its layers ask for"
+        ) from None
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"{name} cannot be traced without data: its forward asks for the values of a tensor "

@@ -186,10 +186,11 @@ def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
 
 
 class Net(nn.Module):
-    """Layers in a list, and a forward that may look at values."""
+    """Layers in a list, and a forward that may look at values, or loop over its features."""
 
-    def __init__(self, *, looks: bool = False) -> None:
+    def __init__(self, *, looks: bool = False, loops: int = 0) -> None:
         super().__init__()
+        self.loops = loops
         self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
         self.norm = nn.BatchNorm1d(32)
         self.looks = looks
@@ -198,6 +199,8 @@ class Net(nn.Module):
         if self.looks and x.sum() > 0:
             return x
         out: Tensor = self.norm(self.layers(x))
+        for _ in range(self.loops):
+            out = out * 0.5
         return out
 
 
@@ -219,6 +222,7 @@ def test_the_model_stays_as_it_is() -> None:
         (Net(), torch.ones(8, 32), "give loss="),
         (Net(), {}, "the batch holds no tensor"),
         (Net(), torch.ones(8, 31), "cannot be traced in .*; torch says: "),
+        (Net(loops=10**9), torch.ones(8, 32), "runs more than 2,048 operations"),
     ],
 )
 def test_what_cannot_be_planned_is_said(model: nn.Module, batch: Any, message: str) -> None:

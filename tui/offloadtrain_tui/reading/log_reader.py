@@ -70,6 +70,11 @@ class Snapshot:
         return any(view.history.last_time_s for view in self.views)
 
     @property
+    def is_run(self) -> bool:
+        """True if there is a record of a run, or its process is alive or has begun to set up."""
+        return self.has_records or self.set_up is not None or self.state in runs.ALIVE
+
+    @property
     def problem(self) -> str:
         """The problem with the logs; "" if there is none."""
         if self.refused:

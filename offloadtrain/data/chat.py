@@ -66,7 +66,9 @@ def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     elif isinstance(spoken := record.get("conversations"), list):
         turns = [_turn(turn) for turn in spoken]
     elif is_conversation(record):
-        question = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+        if not isinstance(more := record.get("input") or "", str):
+            raise ChatError(f"its input is no text: {more!r}")
+        question = "\n\n".join(filter(None, (record["instruction"], more)))
         answer = {"role": "assistant", "content": record["output"]}
         turns = [{"role": "user", "content": question}, answer]
     else:
@@ -86,9 +88,10 @@ def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _turn(turn: Any) -> Any:
     """Return a turn of ShareGPT as a message; one that is a message already, as it is."""
-    if not isinstance(turn, dict) or not isinstance(speaker := turn.get("from"), str):
-        return turn
-    return {"role": ROLES.get(speaker, speaker), "content": turn.get("value")}
+    match turn:
+        case {"from": str(speaker), "value": str(text)}:
+            return {"role": ROLES.get(speaker, speaker), "content": text}
+    return turn
 
 
 @dataclass(frozen=True, slots=True)

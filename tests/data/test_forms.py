@@ -309,6 +309,14 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
     second, fourth = prepared.skipped
     assert "mixed.jsonl:2: no message of the assistant" in second
     assert "mixed.jsonl:4: no conversation" in fourth and "there is 'instruction'" in fourth
+    nulls = [
+        ({**alpaca, "input": 5}, "its input is no text: 5"),
+        ({"conversations": [*in_turns[:2], {"from": "gpt", "value": None}]}, "each message must"),
+    ]
+    for number, (row, problem) in enumerate(nulls):
+        source = _jsonl(tmp_path / f"null{number}", [row])
+        with pytest.raises(DataError, match=problem):
+            prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
     source = _jsonl(tmp_path / "one", rows[:2])
     with pytest.raises(DataError, match=r"single document.*--val-fraction 0.*\nleft out: .*:2: no"):
         prepare(source, tmp_path / "one", tokenizer=str(folder), bad_lines="skip")

@@ -168,6 +168,7 @@ class GraphReads:
         generation: the number of times the weights were replaced. A saved handle with another
             generation belongs to an older graph.
         versions: the number of generations whose weights are on the device.
+        spans: generation → the span of the backward that reads it.
     """
 
     def __init__(self, name: str, lanes: Lanes, *, ends_at_gradient: bool) -> None:
@@ -182,8 +183,7 @@ class GraphReads:
         """Generation → the number of handles that graphs hold."""
         self._ranges: dict[int, tuple[Range, ...]] = {}
         """Generation → its weights, where several versions are on the device."""
-        self._spans: dict[int, Span] = {}
-        """Generation → the span of the backward that reads it."""
+        self.spans: dict[int, Span] = {}
 
     @property
     def hold_weights(self) -> bool:
@@ -207,10 +207,10 @@ class GraphReads:
 
     def begin(self, generation: int, weights: tuple[Range, ...]) -> None:
         """Backward reads a generation's weights from here on."""
-        if generation not in self._spans:
+        if generation not in self.spans:
             # A streamed block's weights are where its slot is now, a version's where they were.
             ranges = self._ranges.get(generation, weights)
-            self._spans[generation] = self._lanes.open_span(f"backward {self._name}", ranges)
+            self.spans[generation] = self._lanes.open_span(f"backward {self._name}", ranges)
 
     def released(self, generation: int) -> None:
         """A handle is freed. With the last one, the span of its reads ends on compute."""
@@ -223,11 +223,11 @@ class GraphReads:
 
     def end(self) -> None:
         """No backward reads the weights any more."""
-        for generation in tuple(self._spans):
+        for generation in tuple(self.spans):
             self._end(generation)
 
     def _end(self, generation: int) -> None:
-        if (span := self._spans.pop(generation, None)) is not None:
+        if (span := self.spans.pop(generation, None)) is not None:
             self._lanes.close_span(span)
 
 

@@ -319,7 +319,8 @@ class Gradients:
         # Graphs that are still alive hold handles: their backward spans end here, or their reads
         # would reach into step(), which uploads new weights.
         for block in self._blocks:
-            block.graphs.end()
+            if block.graphs.spans:
+                block.graphs.end()
         self._reset_deliveries()
         self._in_flight.backward_ends()
         self.open = False
@@ -353,7 +354,8 @@ class Gradients:
         # Gradients not sent down go back to the allocator, in the order of compute.
         self._functions.delivered = {}
         for block in self._blocks:
-            block.graphs.end()
+            if block.graphs.spans:
+                block.graphs.end()
             for slot in (slot for bucket in block.buckets for slot in bucket.slots):
                 set_gradient(slot.param, None)
         self._reset_deliveries()

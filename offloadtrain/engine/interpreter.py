@@ -38,6 +38,7 @@ from offloadtrain.step.program.operations import (
     Lane,
     Launch,
     Leave,
+    Operation,
     Operations,
     Record,
     Ref,
@@ -550,40 +551,29 @@ class Interpreter:
                 return self._run(operations, updates=updates)
         todo = iter(operations)
         self._updating = updates
-        lanes, memory, residents = self._lanes, self._memory, self._residents
+        lanes, memory = self._lanes, self._memory
         try:
             for op in todo:
-                match op:
-                    case Launch():
-                        self._launch(op)
-                    case Record(event):
-                        # It keeps the lanes' own event, for the waits that may name it later.
-                        event.real = lanes.record(event.lane)
-                    case Wait(lane, event):
-                        lanes.wait(lane, event.real, op)
-                    case HostWait(event, why):
-                        lanes.host_wait(event.real, why)
-                    case Undefined(ref, lane):
-                        lanes.alloc(memory[ref], lane)
-                    case Allocate(ref):
-                        memory.inputs.allocate(ref, lanes)
+                # By their exact types, the frequent ones first: a match statement takes three times
+                # as many instructions, on the thread that launches compute.
+                if type(op) is Launch:
+                    self._launch(op)
+                elif type(op) is Record:
+                    # It keeps the lanes' own event, for the waits that may name it later.
+                    op.event.real = lanes.record(op.event.lane)
+                elif type(op) is Wait:
+                    lanes.wait(op.lane, op.event.real, op)
+                elif type(op) is Undefined:
+                    lanes.alloc(memory[op.ref], op.lane)
+                elif type(op) is HostWait:
+                    lanes.host_wait(op.event.real, op.why)
+                elif type(op) is Allocate:
+                    memory.inputs.allocate(op.ref, lanes)
+                elif type(op) is Free:
                     # Compute has waited for the copy: the allocator may give the memory out again.
-                    case Free(ref):
-                        memory.inputs.free(ref)
-                    # Parameters change their views when the operations are launched, not when the
-                    # lanes run them. Compute waits for the load before it reads through a new view.
-                    case Enter(block, slot):
-                        residents.enter(block, slot)
-                    case Leave(block):
-                        residents.leave(block)
-                    case Renew(block, by):
-                        residents.renew(block, by)
-                    case Swap(bucket):
-                        self.journal.swapped(bucket)
-                        residents.swap(bucket)
-                    # Loads that were launched read the version before; later ones name the other.
-                    case Flip(bucket):
-                        residents.flip(bucket)
+                    memory.inputs.free(op.ref)
+                else:
+                    self._change_residence(op)
         # Waits and records may be missing from here on: what is launched next could race.
         except BaseException as error:
             self.failure, self.is_inconsistent = error, updates
@@ -636,6 +626,23 @@ class Interpreter:
             if not is_of_exchange(error):
                 raise
             raise LostRankError(self._residents.describe_lost_rank(op.name)) from error
+
+    def _change_residence(self, op: Operation) -> None:
+        # Parameters change their views when the operations are launched, not when the lanes run
+        # them. Compute waits for the load before it reads through a new view.
+        match op:
+            case Enter():
+                self._residents.enter(op.block, op.slot)
+            case Leave():
+                self._residents.leave(op.block)
+            case Renew():
+                self._residents.renew(op.block, op.by)
+            case Swap():
+                self.journal.swapped(op.bucket)
+                self._residents.swap(op.bucket)
+            # Loads that were launched read the version before; later ones name the other.
+            case Flip():
+                self._residents.flip(op.bucket)
 
     def _call_of(self, op: Launch) -> Call:
         reads, writes = ([self._memory[ref] for ref in refs] for refs in (op.reads, op.writes))

@@ -224,7 +224,7 @@ def test_compute_is_busy_until_a_compiled_backward_has_run(
 
     def watched(gradients: Gradients, block: Block, slot: Slot) -> Any:
         if block.repeated and gradients._deliveries[block].arrived == 0:
-            open_spans.append(bool(block.graphs._spans))
+            open_spans.append(bool(block.graphs.spans))
         return deliver(gradients, block, slot)
 
     monkeypatch.setattr(Gradients, "deliver", watched)

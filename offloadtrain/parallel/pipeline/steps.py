@@ -51,6 +51,7 @@ from offloadtrain.parallel.pipeline.schedule import (
 )
 from offloadtrain.parallel.pipeline.stage_optimizers import StageModules, StageOptimizers
 from offloadtrain.runtime.lost_ranks import telling
+from offloadtrain.runtime.process_group import Ranks
 
 
 class Pipeline:
@@ -58,7 +59,7 @@ class Pipeline:
 
     Attributes:
         optimizers: of this process's stages, in their order.
-        replicas: the ranks that share the state of these stages.
+        optimizer: all of them, as one.
         stages: the ranks of this pipeline, in order.
     """
 
@@ -79,8 +80,10 @@ class Pipeline:
         """
         self.optimizers = tuple(optimizers)
         several = len(self.optimizers) > 1
-        self._optimizer = StageOptimizers(self.optimizers) if several else self.optimizers[0]
-        self.replicas, self.stages = axes.replicas, axes.stages
+        self.optimizer: OffloadOptimizer | StageOptimizers = (
+            StageOptimizers(self.optimizers) if several else self.optimizers[0]
+        )
+        self.stages = axes.stages
         self._loss_fn, self._microbatches, self._norm = loss_fn, microbatches, norm
         self._example = shapes[0]
         self._losses: list[Tensor] = []
@@ -128,9 +131,9 @@ class Pipeline:
         return f"rank {self.stages.world_rank} (stage {numbers} of {count})"
 
     @property
-    def optimizer(self) -> OffloadOptimizer | StageOptimizers:
-        """Those of this process's stages, as one."""
-        return self._optimizer
+    def replicas(self) -> Ranks:
+        """The ranks that share the state of these stages."""
+        return self.optimizers[0].ranks
 
     @property
     def module(self) -> nn.Module:

@@ -170,7 +170,7 @@ class Span:
     closed: bool = field(default=False)
 
 
-_NBYTES, _VIEW = attrgetter("nbytes"), attrgetter("view")
+_NBYTES = attrgetter("nbytes")
 
 Operation = Callable[..., object]
 """Takes the views of `reads`, then the views of `writes`; a range that is updated is a write."""
@@ -409,7 +409,12 @@ class ClockedLanes(Lanes):
 
 def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:
     """Return the tensors that an operation is called with."""
-    return [*map(_VIEW, reads), *map(_VIEW, writes)]
+    operands = []
+    for range_ in reads:
+        operands.append(range_.view)
+    for range_ in writes:
+        operands.append(range_.view)
+    return operands
 
 
 def now_ms() -> float:

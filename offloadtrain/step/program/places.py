@@ -24,6 +24,7 @@ class BucketRefs:
         weight_route: the way of new weights from there; None for a frozen bucket.
         sources: of a streamed bucket, the buffers that its loads read, one per version of the
             weights; empty for a bucket that stays on the device.
+        source_kind: the kind of these buffers, the first one's where one is in the state.
         state_files: all fields of the state on the disk; empty where it is in memory.
         spilled: the parts of its state that a save copies.
         copy: the number of the copy that is the state; where it is on the disk, the host slot that
@@ -51,6 +52,7 @@ class BucketRefs:
         files = [(Memory.STATE_FILE, 0, number) for number in fields]
         self.state_files = tuple(self._refs[key] for key in files if key in self._refs)
         self.sources = [self._refs[key[1:]] for key in table.sources.get(spec.name, ())]
+        self.source_kind = self.sources[0].memory if self.sources else None
         self.staging = table.staging.get(spec.name)
         self.weight_route = table.weight_route.get(spec.name)
         if self.staging is not None:
@@ -141,7 +143,7 @@ class BucketRefs:
     @property
     def upload_target(self) -> Ref:
         """The device memory that new weights are brought to."""
-        if self.sources and self.sources[0].memory is Memory.DEVICE_SHARD:
+        if self.source_kind is Memory.DEVICE_SHARD:
             return self.sources[self._newest]
         return self._shard_of(self.newest)
 
@@ -154,7 +156,7 @@ class BucketRefs:
     @property
     def _newest(self) -> int:
         # An update in place leaves them in the state, whatever loads have read.
-        if self.loads_in_turn and self.sources[0].memory is Memory.STATE:
+        if self.loads_in_turn and self.source_kind is Memory.STATE:
             return 0
         return 1 - self.version if self.updates_other_version else self.version
 
@@ -163,8 +165,7 @@ class BucketRefs:
     @cached_property
     def loads_from_file(self) -> bool:
         """Its weights are loaded from the disk, through a slot of the host."""
-        files = (Memory.WEIGHT_FILE, Memory.STATE_FILE)
-        return bool(self.sources) and self.sources[0].memory in files
+        return self.source_kind in (Memory.WEIGHT_FILE, Memory.STATE_FILE)
 
     @cached_property
     def loads_in_turn(self) -> bool:
@@ -201,21 +202,8 @@ class BucketRefs:
     def new_weight_file(self) -> Ref | None:
         """The file that new weights are written to; None where they go with the state, or to no
         disk."""
-        if not (self.sources and self.sources[0].memory is Memory.WEIGHT_FILE):
-            return None
-        return self.sources[self.version - 1]
-
-    def flip_weight_file(self) -> bool:
-        """Let loads read what was written last; returns False where they do so anyway."""
-        if len(self.sources) < 2:
-            return False
-        self.switch_version()
-        return True
-
-    @cached_property
-    def loads_from_state_file(self) -> bool:
-        """Its weights on the disk are those in its state."""
-        return bool(self.sources) and self.sources[0].memory is Memory.STATE_FILE
+        in_file = self.source_kind is Memory.WEIGHT_FILE
+        return self.sources[self.version - 1] if in_file else None
 
     # New weights.
 

@@ -255,9 +255,10 @@ class UpdatePath:
     def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
         match bucket.weight_route:
             case WeightRoute.FILE:
-                # Written after its Adam. Loads launched so far read the version before.
-                if bucket.flip_weight_file():
-                    self._order.operations.append(Flip(bucket.name))
+                # Written after its Adam. Loads launched so far read the version before, and of a
+                # single one what was written last.
+                if len(bucket.sources) > 1:
+                    self._switch_version(bucket)
             case WeightRoute.IN_TURN:
                 # Loads read the staged weights themselves and wait for Adam.
                 if not bucket.updates_other_version:
@@ -297,7 +298,8 @@ class UpdatePath:
         return place
 
     def _cast(self, bucket: BucketRefs) -> Ref:
-        if bucket.loads_from_state_file:
+        # The weights that loads read are those in the state's file.
+        if bucket.source_kind is Memory.STATE_FILE:
             return bucket.load_source
         if bucket.state_files:
             self._disk.read(bucket)

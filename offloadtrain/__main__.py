@@ -15,14 +15,17 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 
 from offloadtrain.hardware import host_memory
 
 _DOES_NOT_FIT = 4
 _PR_SET_PDEATHSIG = 1
 _WORDLESS = 127
-_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_AWAITED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
+    signal.SIGCHLD,
+)
+_SI_KERNEL = 128
 _REFUSED = (1, _WORDLESS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 """Exit codes of a child that a library has ended, or the loader."""
 
@@ -61,27 +64,28 @@ def watched(command: Callable[[], int]) -> int:
     Args:
         command: returns its exit code.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     ended, ends = os.pipe()
     os.set_blocking(ended, False)
     if (child := os.fork()) == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         code = command()
         os.write(ends, bytes([code]))
         return code
     os.close(ends)
     signals: list[int] = []
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    # No handlers: none can run once the child is gone and another process may have its number.
+    while not (status := os.waitpid(child, os.WNOHANG))[0]:
+        received = signal.sigwaitinfo(_AWAITED)  # waits for the child, or for a signal to it
+        number = signal.Signals(received.si_signo)
+        if number == signal.SIGCHLD or signal.getsignal(number) is signal.SIG_IGN:  # nohup
+            continue
         signals.append(number)
-        os.kill(child, number)
-
-    for number in _HANDED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, hand_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        # Ctrl-C has reached the child, too: handed on late, it would be a second one.
+        if number != signal.SIGINT or received.si_code != _SI_KERNEL:
+            os.kill(child, number)
+    code = os.waitstatus_to_exitcode(status[1])
     try:
         orderly = os.read(ended, 1)
     except BlockingIOError:  # a process that the child has left behind holds its end
@@ -94,6 +98,7 @@ def watched(command: Callable[[], int]) -> int:
     if code < 0:
         with suppress(OSError):  # SIGKILL has no other handler
             signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(os.getpid(), -code)
     return code
 

@@ -178,12 +178,14 @@ _IMPLEMENTATIONS = {
 }
 """Of the values of these keys, those for which transformers loads no package and no code."""
 
-_MOST_MODULES = {
+_MOST = {
     r"(layer|block|depth)s?$": MOST_LAYERS,
     r"(expert|head|label)s?$": 1 << 17,
     r"vocab_size$": MOST_TOKENS,
+    r"(?<!vocab_)(size|dim|inner|embd|d_model|d_ff)$": 1 << 20,
 }
-"""What the ends of keys count, and how many may be made of it."""
+"""What the ends of keys count, and how much of it a model may have."""
+_AT_LEAST_1 = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 
 
 def _check_values(path: Path, table: Mapping[str, Any], requested: Container[str]) -> None:
@@ -200,7 +202,9 @@ def _check_values(path: Path, table: Mapping[str, Any], requested: Container[str
                 )
         if key == "return_dict" and value is not True:
             raise ValueError(f"{path}: {key} = {value!r}: without it, outputs have no names")
-        for pattern, most in _MOST_MODULES.items():
+        if key in _AT_LEAST_1 and isinstance(value, int) and value < 1:
+            raise ValueError(f"{path}: {key} = {value} must be at least 1")
+        for pattern, most in _MOST.items():
             if isinstance(value, int) and value > most and re.search(pattern, key):
                 raise ValueError(f"{path}: {key} = {value}, and no model has more than {most}")
 

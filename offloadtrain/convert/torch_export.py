@@ -25,6 +25,7 @@ from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.convert.run_import import ADAMS
 from offloadtrain.hardware.atomic_io import sync_folder
 from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.export import sha256, write_checksums
 from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.checkpoint.manifest import DTYPES, CheckpointError
@@ -47,7 +48,8 @@ def to_torch(saved: SavedRun, out: Path) -> list[str]:
     with _atomic_path(out) as temporary:
         tree = _write(saved, temporary)
         temporary.chmod(0o600)
-    return list(_remarks(saved, tree))
+        digest = sha256(temporary)
+    return [f"SHA-256 of {out.name}: {digest}", *_remarks(saved, tree)]
 
 
 def to_dcp(saved: SavedRun, out: Path) -> list[str]:
@@ -69,6 +71,7 @@ def to_dcp(saved: SavedRun, out: Path) -> list[str]:
             state_dict_saver.save(
                 {**named, "step": values["step"]}, checkpoint_id=temporary, no_dist=True
             )
+        write_checksums(temporary)
     return list(_remarks(saved, tree))
 
 

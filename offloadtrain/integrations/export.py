@@ -70,14 +70,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o777 & ~mask)
-        sums = temporary / CHECKSUMS
-        sums.write_text(
-            "".join(
-                f"{_sha256(path)}  {path.relative_to(temporary)}\n"
-                for path in sorted(temporary.rglob("*"))
-                if path.is_file() and path != sums
-            )
-        )
+        write_checksums(temporary)
         for path in temporary.rglob("*"):
             if path.is_file():
                 with path.open("rb+") as file:
@@ -89,7 +82,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _sha256(path: Path) -> str:
+def write_checksums(folder: Path) -> None:
+    """Write the file that `sha256sum -c` reads, with a line for each other file of the folder."""
+    lines = [
+        f"{sha256(path)}  {path.relative_to(folder)}\n"
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
+    (folder / CHECKSUMS).write_text("".join(lines))
+
+
+def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

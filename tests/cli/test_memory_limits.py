@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
 import resource
 import signal
@@ -113,6 +115,40 @@ def test_the_small_parent_hands_signals_on_and_ends_as_its_child(tmp_path: Path)
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < end_s, "the child outlives its parent"
         time.sleep(0.05)
+
+
+COUNTS = """
+import os, signal, sys, time
+from offloadtrain.__main__ import watched
+
+def command():
+    came = []
+    signal.signal(signal.SIGINT, lambda *_: came.append(time.monotonic()))
+    print("ready", flush=True)
+    while not came or time.monotonic() - came[0] < 1.5:
+        time.sleep(0.01)
+    return len(came)
+
+sys.exit(watched(command))
+"""
+
+
+def test_one_ctrl_c_is_one_stop_however_late_the_small_parent_hears_it() -> None:
+    """The terminal sends it to both. A second stop would end a run at once."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", COUNTS])
+    try:
+        output = b""
+        while b"ready" not in output:
+            output += os.read(terminal, 1000)
+        os.kill(pid, signal.SIGSTOP)
+        os.write(terminal, b"\x03")
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGCONT)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    finally:
+        os.close(terminal)
 
 
 @pytest.mark.parametrize(

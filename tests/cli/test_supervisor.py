@@ -18,8 +18,14 @@ from tests.distributed.rank_faults import ROOT, listening, none_left
 
 _LAUNCHER = """
 import sys
+from pathlib import Path
 from offloadtrain.cli.supervisor import Supervisor
+from offloadtrain.events import oom_kills
+from offloadtrain.hardware import cgroup
 rank, folder, limit_s, restarts = sys.argv[1:]
+if (group := Path(folder, "job")).exists():  # a unified hierarchy that is not this machine's
+    counters, oom_kills._PLACES = cgroup.oom_counters, (folder,)
+    cgroup.oom_counters = lambda: counters(Path(folder), Path(folder, "membership"))
 command = lambda run: [sys.executable, "-c", rank, folder, run]
 limits = {"max_restarts": int(restarts), "least_limit_s": float(limit_s)}
 print("code", Supervisor(2, command, **limits).run())
@@ -141,6 +147,27 @@ print("goes on in", run, flush=True)
     assert "rank 1 (pid" in err and "was killed by SIGKILL" in err
     assert out == "goes on in the-run\ncode 0\n"
     assert "[rank 1] goes on in the-run" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [1, 0])
+def test_a_rank_that_the_kernel_kills_in_a_unified_hierarchy(
+    launched: Start, tmp_path: Path, counted: int
+) -> None:
+    """`memory.events` of its group counts; a kill that it does not count has another cause."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "membership").write_text("0::/job\n")
+    events = tmp_path / "job" / "memory.events"
+    events.write_text("oom 0\noom_kill 3\n")
+    does = f"""
+if rank:
+    Path({str(events)!r}).write_text("oom 1\\noom_kill {3 + counted}\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+until_stopped()
+"""
+    out, err = result(launched(does))
+    assert out == "code 1\n" and "rank 1 (pid" in err and "was killed by SIGKILL" in err
+    assert ("probably out of memory: the kernel has killed" in err) == bool(counted)
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
+import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +25,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.convert import torch_export
 from offloadtrain.data.batches import Batches
 from offloadtrain.hardware import atomic_io
+from offloadtrain.integrations.export import CHECKSUMS
 from offloadtrain.model.language_model import OwnModel
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim.update_rules import decay_groups, update_rule
@@ -152,7 +155,9 @@ def test_a_converted_run_goes_on_as_the_plain_loop(
     assert_same(state_in(tmp_path / "run"), plain.after)
 
 
-def test_our_run_goes_on_in_a_plain_loop(plain: Reference, tmp_path: Path) -> None:
+def test_our_run_goes_on_in_a_plain_loop(
+    plain: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And the way there and back changes no byte of the checkpoint's tensors."""
     content = exported(replace(plain.job, train=replace(plain.job.train, steps=BEFORE)), tmp_path)
     loop = PlainLoop(plain.job)
@@ -166,6 +171,8 @@ def test_our_run_goes_on_in_a_plain_loop(plain: Reference, tmp_path: Path) -> No
     assert main(["convert", str(tmp_path / "a.pt"), *job]) == 0
     assert tensor_hashes(tmp_path / "b", BEFORE) == tensor_hashes(tmp_path / "run", BEFORE)
     assert main(["convert", str(tmp_path / "b"), str(tmp_path / "b.pt"), "--to", "torch"]) == 0
+    digest = hashlib.sha256((tmp_path / "b.pt").read_bytes()).hexdigest()
+    assert f"SHA-256 of b.pt: {digest}\n" in capsys.readouterr().err
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
 
 
@@ -176,6 +183,9 @@ def test_our_run_goes_on_under_distributed_checkpoint(plain: Reference, tmp_path
     folder, job = tmp_path / "dcp", str(plain.folder / "job.toml")
     assert main(["convert", str(tmp_path / "run"), str(folder), "--to", "dcp"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "run"]
+    check = ["sha256sum", "--check", "--strict", "--quiet", CHECKSUMS]
+    assert subprocess.run(check, cwd=folder).returncode == 0
+    assert len((folder / CHECKSUMS).read_text().splitlines()) == len([*folder.iterdir()]) - 1
     loop = PlainLoop(plain.job)
     weights, adam = get_state_dict(loop.model, loop.adam)
     tree: dict[str, Any] = {"model": weights, "optim": adam, "step": 0}

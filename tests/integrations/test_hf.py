@@ -152,6 +152,24 @@ def test_resumes_to_the_same_losses(
     assert again == uninterrupted and len(again) == 6
 
 
+@pytest.mark.slow
+def test_damaged_weights_of_the_trainer_change_nothing(tmp_path: Path) -> None:
+    """Trained weights are those of the masters, each bit of which is checked."""
+    saving = {"save_strategy": "steps", "save_steps": 3, **MASKED}
+    uninterrupted = trainers.train("Trainer", tmp_path, STREAMED, arguments=saving)
+    at = tmp_path / "checkpoint-3"
+    path = at / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    values = 8 + int.from_bytes(content[:8], "little")
+    assert len(content) - values > 1000
+    for place in range(values, len(content), 97):
+        content[place] ^= 0x11
+    path.write_bytes(content)
+    assert trainers.train("Trainer", tmp_path, STREAMED, arguments=saving, resume=at) == (
+        uninterrupted
+    )
+
+
 @pytest.mark.parametrize(
     "offload",
     [STREAMED, pytest.param({"update": "speculative"}, marks=pytest.mark.slow)],

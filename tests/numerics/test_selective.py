@@ -150,6 +150,32 @@ def test_a_run_has_the_bits_of_keeping_everything(
     optimizer.close()
 
 
+class Watched(Layer):
+    """Lets others see the result of a product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.up(self.norm(x))
+        return x + self.down(F.gelu(self.hidden))
+
+
+def test_what_is_changed_after_the_forward_is_computed_again() -> None:
+    """As where nothing is kept."""
+    gradients = []
+    for options in ({"activation": "recompute"}, {"activation_policy": save_all}):
+        torch.manual_seed(0)
+        model = OfLayers(Watched)
+        optimizer = ot.offload(model, device="cpu", **{"activation": "selective", **options})
+        loss = loss_of(model, batches(1)[0])
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.hidden.mul_(2.0)
+        optimizer.backward(loss)
+        optimizer.step()
+        gradients.append(optimizer.grad_norm)
+        optimizer.close()
+    assert gradients[0] == gradients[1] > 0
+
+
 def test_a_view_of_weights_is_never_kept() -> None:
     """In the second run the block may have another slot, and the first one other weights."""
     selection = Selection(save_all)

@@ -115,6 +115,7 @@ def test_smaller_memory_stays_on_the_device() -> None:
         make(of_gpu(*SAVED), *find("h100"))
 
 
+@pytest.mark.slow
 def test_the_plan_tells_what_compute_hides() -> None:
     fast = replace(find("h100")[1], host_link_gbps=1e6, h2d_gbps=1e6, d2h_gbps=1e6)
     plan = planned("0 B", fast)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from offloadtrain.boundary.model_folder import inside
 from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config import toml
-from offloadtrain.config.errors import broken
+from offloadtrain.config.errors import ConfigError, broken
 from offloadtrain.config.model_shape import MOST_LAYERS, MOST_TOKENS, ModelShape
 from offloadtrain.config.ranks_options import Stage
 
@@ -101,6 +102,7 @@ class HfModel:
             is only planned, its class.
         init: "weights": fine-tune those of the folder; "random": pre-train from its config.json.
         lora: train adapters beside the frozen model, not the model.
+        quantized: how config.json says that the weights are quantized; empty: they are not.
         identity: hash of what config.json says of the model.
         parts: every parameter; None until `integrations/hf_job.py` has looked.
         tensors_before: of a stage of a pipeline, the parameters of earlier ones.
@@ -109,6 +111,7 @@ class HfModel:
     hf: str
     init: Literal["weights", "random"] = "weights"
     lora: Lora | None = None
+    quantized: str = ""
     identity: str = ""
     parts: tuple[PartShape, ...] | None = None
     tensors_before: int = 0
@@ -117,6 +120,17 @@ class HfModel:
     def folder(self) -> Path:
         """Raises FileNotFoundError: neither a folder nor a name in the cache."""
         return find_folder(self.hf)
+
+    @property
+    def unquantized(self) -> str:
+        """What training starts from, as quantized weights have no gradients; empty: its weights."""
+        if not self.quantized:
+            return ""
+        method = self.quantized.partition(",")[0]
+        return (
+            f"{self.hf} is quantized ({self.quantized}), and training starts from 16-bit weights: "
+            f"{_UNQUANTIZED.get(method, 'use the model that it was quantized from')}"
+        )
 
     def of_stage(self, stage: Stage) -> HfModel:
         """Return the part of it that is a stage of a pipeline, as
@@ -128,6 +142,52 @@ class HfModel:
         first, end = bounds[stage.first_layer], bounds[stage.first_layer + stage.layers]
         before = sum(len(part.params) for part in self.parts[:first])
         return replace(self, parts=self.parts[first:end], tensors_before=before)
+
+
+_LOADED = 'model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16"'
+_UNQUANTIZED = {
+    "mxfp4": f"{_LOADED}, quantization_config=Mxfp4Config(dequantize=True))",
+    "fp8": f"{_LOADED}, quantization_config=FineGrainedFP8Config(dequantize=True))",
+    "bitsandbytes": f"{_LOADED}).dequantize()",
+}
+"""Method of quantization → how transformers makes 16-bit weights; the others cannot be undone."""
+
+
+PUBLISHED_MODELS = Path(__file__).with_name("published_models.json")
+
+
+@cache
+def published_models() -> dict[str, dict[str, Any]]:
+    """Return what plans need of the config.json of published models, by their names on the Hub."""
+    models = json.loads(PUBLISHED_MODELS.read_text(encoding="utf-8"))["models"]
+    return {name: entry["config"] for name, entry in models.items()}
+
+
+def published_name(name: str) -> str:
+    """Return the published model of this name, with or without its organization and what it was
+    tuned for (-Instruct, -it); empty: none."""
+
+    def bare(known: str) -> str:
+        last = known.rpartition("/")[2].lower().removeprefix("meta-")
+        return re.sub(r"-(instruct|it|pt|base)(?=-|$)", "", last)
+
+    return {bare(known): known for known in published_models()}.get(bare(name), "")
+
+
+def config_of_name(name: str) -> dict[str, Any]:
+    """Return config.json of a folder or of a name in the Hub's cache; of a published model that is
+    not there, what is known of it.
+
+    Raises:
+        FileNotFoundError: neither. And as `read_config`.
+    """
+    try:
+        folder = find_folder(name)
+    except FileNotFoundError:
+        if not (known := published_name(name)):
+            raise
+        return published_models()[known]
+    return read_config(folder)
 
 
 def find_folder(name: str) -> Path:
@@ -151,6 +211,16 @@ def find_folder(name: str) -> Path:
         f"has no config.json, neither as a folder nor in {cache}; download a model by its name "
         "first: hf download NAME"
     )
+
+
+def require_folder(hf: HfModel | None) -> None:
+    """Raises ConfigError for a published model of which only the sizes are known here."""
+    if hf is None:
+        return
+    try:
+        find_folder(hf.hf)
+    except FileNotFoundError as error:
+        raise ConfigError(f"model.hf = {toml.shown(hf.hf)} {error}") from None
 
 
 def read_config(folder: Path, *, requested: Container[str] = ()) -> dict[str, Any]:
@@ -285,13 +355,24 @@ def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
     return None if job.problems else HfModel(**values)
 
 
+def _quantized(entry: object) -> str:
+    """Return a method of quantization with its bits, as config.json states them."""
+    if entry is None:
+        return ""
+    values = entry if isinstance(entry, Mapping) else {"quant_method": entry}
+    bits = values.get("bits") or (values.get("load_in_4bit") and 4)
+    method = toml.shown(values.get("quant_method"))[:40].strip("'\"")
+    return f"{method}, {bits} bits" if type(bits) is int else method
+
+
 def looked_at(
     job: toml.Job, hf: HfModel, config: toml.Table | None
 ) -> tuple[HfModel, ModelShape | None]:
     """Return the model with its identity, and its shape, by its config.json."""
     try:
-        content = read_config(find_folder(hf.hf)) if config is None else config
-        return replace(hf, identity=identity_of(content)), shape_of(content)
+        content = config_of_name(hf.hf) if config is None else config
+        quantized = _quantized(content.get("quantization_config"))
+        return replace(hf, identity=identity_of(content), quantized=quantized), shape_of(content)
     except (OSError, ValueError) as error:
         job.problems.append(f"model.hf = {toml.shown(hf.hf)} {error}")
         return hf, None

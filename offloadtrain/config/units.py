@@ -34,6 +34,21 @@ def parse_bytes(text: str) -> int:
     return round(size)
 
 
+def parse_count(text: str) -> float:
+    """Numbers such as "10B", "1.5M", "32k" or "4096" → their value.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmbt]?)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"'{text[:40]}' is not a number such as 10B, 350M or 4096")
+    return float(match[1]) * 1000.0 ** _DECIMAL.index(_COUNTS[match[2].lower()])
+
+
+_COUNTS = {unit.lower(): unit for unit in _DECIMAL}
+
+
 def format_count(count: float) -> str:
     """1_340_000_000 → "1.34B"; whole numbers below a thousand."""
     return "".join(_scaled(count, 1000, _DECIMAL, ".3g"))

@@ -93,6 +93,14 @@ class TokenHeader:
         return self.count * self.masked
 
 
+def is_token_file(path: str | Path) -> bool:
+    """Return whether a file begins as a token file."""
+    if not os.path.isfile(path):
+        return False
+    with open_regular(Path(path), follow_link=True) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 class TokenFile:
     """A token file, mapped into memory read-only.
 

@@ -36,6 +36,7 @@ class Machine:
         gpu_memory: memory of one GPU, such as "32 GiB"; empty if the CPU computes.
         gpu_reserved: GPU memory unavailable to tensors: context, libraries, fragments.
         host_memory: of one host.
+        host_reserved: memory of a host that other programs use: on a desktop, its windows.
         peak_tflops: dense 16-bit rate of the data sheet, the base of MFU. 0: no MFU.
         bf16_tflops, fp16_tflops, fp32_tflops: sustained rates of products of large matrices.
         half_width: geometric mean of a weight's sides at which a library's products reach half of
@@ -77,6 +78,7 @@ class Machine:
     gpu_memory: str = ""
     gpu_reserved: str = ""
     host_memory: str
+    host_reserved: str = ""
     peak_tflops: float = 0.0
     bf16_tflops: float = 0.0
     fp16_tflops: float = 0.0
@@ -123,7 +125,12 @@ class Machine:
 
     @property
     def host_memory_bytes(self) -> int:
-        return parse_bytes(self.host_memory)
+        """Bytes of a host without those reserved."""
+        return max(parse_bytes(self.host_memory) - self.host_reserved_bytes, 0)
+
+    @property
+    def host_reserved_bytes(self) -> int:
+        return parse_bytes(self.host_reserved) if self.host_reserved else 0
 
     @property
     def on_cpu(self) -> bool:

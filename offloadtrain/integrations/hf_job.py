@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from offloadtrain.config.errors import ConfigError, PipelineError
-from offloadtrain.config.hf_model import HfModel, Lora, read_config
+from offloadtrain.config.hf_model import (
+    HfModel,
+    Lora,
+    config_of_name,
+    find_folder,
+    published_models,
+    published_name,
+)
 from offloadtrain.config.model_shape import MOST_PARAMS
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
@@ -30,7 +37,6 @@ from offloadtrain.integrations.pretrained import (
     deferred_model,
     from_pretrained,
     reading,
-    refuse_quantized,
 )
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
@@ -80,17 +86,21 @@ def _check_stages(model: Any, hf: HfModel, stages: int, layers: int) -> None:
 
 def described_model(hf: HfModel) -> Any:
     """Return the model on the meta device."""
-    return empty_model(_config(hf.folder), hf.lora)
+    return empty_model(_config(hf.hf), hf.lora)
 
 
-def _config(folder: Path) -> Any:
+def _config(name: str) -> Any:
+    """Return the configuration of a model as it is trained: quantized weights are not."""
     transformers = transformers_package("model.hf, to count its parameters too,")
-    with reading(folder):
-        read_config(folder)
+    with reading(Path(name)):
+        values = config_of_name(name)
+        if published_models().get(published_name(name)) is values:
+            return config_of(values)
         config = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
+            find_folder(name), trust_remote_code=False, local_files_only=True
         )
-    refuse_quantized(config, str(folder))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     return config
 
 
@@ -213,7 +223,7 @@ def build(
             )
         else:
             model = transformers.AutoModelForCausalLM.from_config(
-                _config(hf.folder), dtype=torch.float32
+                _config(hf.hf), dtype=torch.float32
             )
             model = model if hf.lora is None else _with_adapters(model, hf.lora)
             optimizer = offload(
@@ -243,7 +253,7 @@ def whole_model(
             model, weights = deferred_model(hf.folder, AUTO_CLASS)
         else:
             model = transformers.AutoModelForCausalLM.from_config(
-                _config(hf.folder), dtype=torch.float32
+                _config(hf.hf), dtype=torch.float32
             )
     return CausalLm.of(model.train(), chunked=terms is not None), weights
 
@@ -274,7 +284,7 @@ def check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:
     attention does not cross their ends."""
     if not (chunked or isolated):
         return
-    empty = empty_model(_config(hf.folder), None)
+    empty = empty_model(_config(hf.hf), None)
     try:
         if isolated:
             CausalLm.of(empty).check_isolates()

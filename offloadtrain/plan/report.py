@@ -15,6 +15,7 @@ from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts
 from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan
+from offloadtrain.plan.run_cost import RunCost, run_cost
 from offloadtrain.plan.search.suggest import Change
 from offloadtrain.plan.times import compute_seconds
 from offloadtrain.step.layout.state_tiers import device_share
@@ -38,13 +39,21 @@ _WIDTH = 26
 SUMS = "gradient sums"
 
 
-def text(plan: Plan, changes: Sequence[Change] = ()) -> str:
-    """Return the whole plan as text, the verdict first."""
-    parts = [f"{_verdict(plan)}\n{_head(plan)}", _memory(plan), _step(plan)]
+CAUTION = 0.95
+"""Share of a host's memory above which a plan warns."""
+
+
+def text(plan: Plan, changes: Sequence[Change] = (), run: RunCost | None = None) -> str:
+    """Return the whole plan as text, the verdict first; `run`: default: that of the job."""
+    lines = [_verdict(plan), *_cautions(plan)]
+    lines += [(run or run_cost(plan)).text] if plan.fits else []
+    parts = ["\n".join([*lines, _head(plan)]), _memory(plan), _step(plan)]
     return "\n\n".join(parts if plan.fits else [*parts, _changes(plan, changes)])
 
 
-def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
+def as_json(
+    plan: Plan, changes: Sequence[Change] = (), run: RunCost | None = None
+) -> dict[str, Any]:
     """Return the plan as plain values in bytes and seconds."""
     spec = plan.placed.spec
     return {
@@ -79,6 +88,8 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "step": asdict(plan.prediction),
         "checkpoint_bytes": plan.checkpoint_bytes,
         "save": None if plan.save is None else asdict(plan.save),
+        "cautions": _cautions(plan),
+        "run": asdict(run or run_cost(plan)),
         "changes": [_change_json(change) for change in changes],
     }
 
@@ -140,7 +151,7 @@ def _head(plan: Plan) -> str:
         f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
     ]
     if job.hf is not None:
-        lines.append(_of_hf(plan))
+        lines += [*filter(None, [job.hf.unquantized]), _of_hf(plan)]
     if plan.ranks > 1:
         lines.append(f"{explain(job, config, plan.ranks)}; ZeRO stage {spec.zero_stage}")
     if stages := plan.stage_names:
@@ -190,7 +201,9 @@ def _memory(plan: Plan) -> str:
     peaks = ", ".join(f"{moment} {format_bytes(n)}" for moment, n in plan.host_peaks.items())
     many = f", {plan.local_ranks} ranks" if plan.local_ranks > 1 else ""
     device_note = ", including the device's bytes" if plan.machine.on_cpu else ""
-    room = format_bytes(plan.host_room)
+    room, reserved = format_bytes(plan.host_room), plan.machine.host_reserved_bytes
+    if reserved:
+        room += f" ({format_bytes(reserved)} reserved for a desktop's programs: --host-reserve)"
     lines.append(f"peaks of a host{many}: {peaks}; it has {room}{device_note}")
     return "\n".join(lines)
 
@@ -345,13 +358,25 @@ def _verdict(plan: Plan) -> str:
     return f"It fits: {_needs(plan)}; {rate} tokens/s, {step} a step."
 
 
+def _cautions(plan: Plan) -> list[str]:
+    """Warn of a host that has little left for other programs."""
+    share = max(plan.host_peaks.values()) / max(plan.host_room, 1)
+    if not CAUTION < share <= 1:
+        return []
+    return [
+        f"Caution: {100 * share:.1f} % of the host's memory is used: other programs that need some "
+        "stop the run. Close them, or leave more to them (--host-reserve)"
+    ]
+
+
 def _needs(plan: Plan) -> str:
     """Say what a GPU and a host need at their peaks, of what they have."""
     host = max(plan.host_peaks.values())
     on_host = f"host {format_bytes(host)} of {format_bytes(plan.host_room)}"
     if plan.machine.on_cpu:
         return on_host
-    return f"GPU {_sum(plan.device)} of {format_bytes(plan.device_room)}, {on_host}"
+    on_disk = f", disk {_sum(plan.disk)}" if plan.disk else ""
+    return f"GPU {_sum(plan.device)} of {format_bytes(plan.device_room)}, {on_host}{on_disk}"
 
 
 def _changes(plan: Plan, changes: Sequence[Change]) -> str:
@@ -362,8 +387,12 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> str:
         return (
             "Nothing that was tried fits: placements, formats, one sequence in a step, shorter "
             f"ones. The least of all:\n{_change(changes[0])}\nIt needs a machine with more memory, "
-            f"or a smaller model: offloadtrain plan --largest.{_drive(plan)}"
+            "or a smaller model: offloadtrain plan --largest."
         )
+    if changes[0].plan.disk and not plan.disk:
+        drive = changes[0].plan
+        lines = ["Nothing that was tried fits in memory. It fits with a drive (docs/disk.md):"]
+        return "\n".join([*lines, *map(_change, changes), _disk(drive), _wear(drive)])
     if (tokens := changes[0].plan.job.batch_tokens) < plan.job.batch_tokens:
         sums = plan.host.get(SUMS, 0)
         because = f": their sums in fp32 take {format_bytes(sums)}" if sums else ""
@@ -374,16 +403,6 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> str:
     else:
         lines = ["It fits with these settings, the fastest first (--set KEY=VALUE ...):"]
     return "\n".join([*lines, *map(_change, changes)])
-
-
-def _drive(plan: Plan) -> str:
-    """Say what a drive could hold; it was not tried, as its rates and its wear are the user's."""
-    if plan.job.offload.gradients.tier == "disk" and plan.job.offload.weights.tier == "disk":
-        return ""
-    return (
-        " Or a drive: --set offload.state_on=disk offload.working=disk offload.grad_on=disk "
-        "(docs/disk.md)."
-    )
 
 
 def alternatives(changes: Sequence[Change]) -> str:

@@ -33,7 +33,9 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
         scaled["fp16_tflops"] = scaled["fp32_tflops"] / EMULATED
         if not cpu_has_bf16():
             scaled["bf16_tflops"] = scaled["fp32_tflops"] * min(cpu_bf16_speedup(), 1.0)
-        machine = replace(base, host_memory=host, cores=probed.cores_usable, **scaled)
+        machine = replace(
+            base, host_memory=host, host_reserved="", cores=probed.cores_usable, **scaled
+        )
         return f"this machine (rates of {_CPU} per core)", machine
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     name = nearest(gpu.name, probed.cores_usable)
@@ -44,6 +46,7 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
         gpus=torch.cuda.device_count(),
         gpu_memory=f"{gpu.total_memory}",
         host_memory=host,
+        host_reserved="",
         cores=probed.cores_usable,
         node_link_gbps=base.node_link_gbps or base.gpu_link_gbps,
     )

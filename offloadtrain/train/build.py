@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -316,6 +317,7 @@ def _planned(
             gpu=machine.gpu,
             gpu_memory=machine.gpu_memory,
             host_memory=machine.host_memory,
+            host_reserved="",
             node_link_gbps=other.node_link_gbps or other.gpu_link_gbps,
             **rates,
         )
@@ -421,6 +423,18 @@ def open_tokens(
     if made.remark:
         _log.warning(made.remark)
     return TokenFile(made.train), TokenFile(made.val) if made.val else None
+
+
+def epoch_tokens(job: Config) -> int:
+    """Return the tokens that a job trains on in one epoch: whole windows, or documents.
+
+    Raises:
+        DataError: they cannot be read, or are too few.
+    """
+    with TemporaryDirectory() as cache:
+        tokens, _ = open_tokens(replace(job, data=replace(job.data, cache=cache)))
+        seq_len, packing = job.data.seq_len, job.data.packing
+        return Batches(tokens, batch=1, seq_len=seq_len, packing=packing).windows * seq_len
 
 
 def masking_of(config: Config, tokens: TokenFile) -> Masking | None:

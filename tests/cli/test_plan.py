@@ -375,7 +375,8 @@ SMALL_HF = ("--set", "data.seq_len=128", "train.global_batch_tokens=2048")
 def test_an_answer_is_the_fastest_of_all_that_fits(tmp_path: Path) -> None:
     """Against the plan of every combination of the keys that a search may change."""
     folder = config_of(tmp_path, "llama")
-    machine = replace(find("rtx4090")[1], gpu_memory="3 GiB", host_memory="5 GiB")
+    sizes = {"gpu_memory": "3 GiB", "host_memory": "5 GiB", "host_reserved": ""}
+    machine = replace(find("rtx4090")[1], **sizes)
     asked = question.asked("llama", "hf", str(folder), SMALL_HF[1:], 1, print)
     config = described(asked.job)
     trace = tracer_of(config, machine, 1)
@@ -402,7 +403,7 @@ def test_an_answer_ends_with_its_job(tmp_path: Path, capsys: Captured) -> None:
         ("3GiB", (), "No: llama (107M parameters) does not fit on rtx4090"),
     ):
         file = tmp_path / f"{host}.toml"
-        where = ("--machine", "rtx4090", "--host", host)
+        where = ("--machine", "rtx4090", "--host", host, "--host-reserve", "0")
         arguments = ("--hf", folder, *where, *SMALL_HF, *keys, "--save", file)
         if host == "3GiB":
             assert plan(*arguments) == 2 and not file.exists()
@@ -426,7 +427,7 @@ def test_what_a_model_cannot_do_is_not_tried_and_an_answer_is_printed(
     """The head of Gemma caps its logits, so that its loss has no parts: said once."""
     suggest._warn_once.cache_clear()
     folder = config_of(tmp_path / "gemma", "gemma3_text", head_dim=128)
-    where = ("--machine", "rtx4090", "--gpu", "2GiB", "--host", "3.1GiB")
+    where = ("--machine", "rtx4090", "--gpu", "2GiB", "--host", "3.1GiB", "--host-reserve", "0")
     out = printed(capsys, "--hf", folder, *where, *SMALL_HF, code=4)
     assert out.startswith("No: gemma (") and "train.chunked_loss" not in out
     (record,) = caplog.records

@@ -6,8 +6,10 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -15,14 +17,16 @@ from cyclopts import Parameter
 
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT
 from offloadtrain.cli.options import Flag, Json, Overrides
+from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
-from offloadtrain.config.units import format_bytes, format_count, parse_bytes
+from offloadtrain.config.units import format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
     from offloadtrain.plan.costs.microbatch import Trace
     from offloadtrain.plan.plan import Plan
+    from offloadtrain.plan.run_cost import Price, RunCost
     from offloadtrain.plan.search.largest import Row as LargestRow
     from offloadtrain.plan.search.question import Answer, Question
     from offloadtrain.plan.search.suggest import Change
@@ -52,6 +56,50 @@ def _never_silent() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What is asked about the run: the flags of `plan`."""
+
+    tokens: str
+    data: str
+    epochs: float
+    price: str
+
+    def check(self, *, one_plan: bool) -> None:
+        """Raises ConfigError for flags that contradict each other, or are not for these plans."""
+        flags = [text for text in (self.tokens, self.data, self.price) if text]
+        if (flags or self.epochs) and not one_plan:
+            raise ConfigError("--tokens, --data, --epochs and --price are for one plan")
+        if self.tokens and (self.data or self.epochs):
+            raise ConfigError(f"--tokens {self.tokens}: leave out --data and --epochs")
+        if not 0 <= self.epochs < float("inf"):
+            raise ConfigError(f"--epochs {self.epochs}: give more than 0")
+
+    @property
+    def hourly(self) -> Price | None:
+        """Raises ConfigError: no price."""
+        from offloadtrain.plan.run_cost import parse_price
+
+        return parse_price(self.price) if self.price else None
+
+    def count(self, job: Config) -> int:
+        """Return the tokens that the run sees; 0: as many as the job's steps have.
+
+        Raises:
+            ConfigError, DataError: no such number, or no such data.
+        """
+        if self.tokens:
+            try:
+                return max(round(parse_count(self.tokens)), 1)
+            except ValueError as error:
+                raise ConfigError(f"--tokens: {error}") from None
+        if not (self.data or self.epochs):
+            return 0
+        from offloadtrain.train.build import epoch_tokens
+
+        return ceil((self.epochs or 1) * epoch_tokens(job))
+
+
 @_never_silent()
 def plan(
     job: str = "",
@@ -62,9 +110,14 @@ def plan(
     gpus: int = 1,
     gpu_memory: Annotated[str, Parameter(name=("--gpu-memory", "--gpu"))] = "",
     host_memory: Annotated[str, Parameter(name=("--host-memory", "--host"))] = "",
+    host_reserve: str = "",
     hf: Several = (),
     fine_tune: str = "",
     save: str = "",
+    tokens: str = "",
+    data: str = "",
+    epochs: float = 0.0,
+    price: str = "",
     largest: Flag = False,
     compare: Flag = False,
     search: Flag = False,
@@ -99,15 +152,27 @@ def plan(
         Memory of each GPU, such as 32GiB, instead of the machine's.
     host_memory
         Memory of each host, such as 128GiB, instead of the machine's.
+    host_reserve
+        Of that memory, what other programs use: 4GiB on the shipped desktops (their kernel, windows
+        and a browser), else nothing.
     hf
-        A folder with config.json, that file, or a name in the cache of Hugging Face: whether this
+        A folder with config.json, that file, a name in the cache of Hugging Face, or a published
+        model (Qwen2.5, Qwen3, Llama 3, Gemma 3, Mistral, gpt-oss), without a network: whether this
         causal language model can be fine-tuned on the machine with 32,768 tokens per step in
         sequences of 2048, and the fastest placement, format and microbatch (no JOB). Several: a
         table.
     fine_tune
-        The same for a number of parameters, such as 8B.
+        The same for a number of parameters, such as 8B, or a published model.
     save
         With --hf or --fine-tune: write the job of the answer into this new file.
+    tokens
+        Tokens of the run, such as 10B, in the place of the job's steps.
+    data
+        A token file, or text or records as data.source takes them: the run has their tokens.
+    epochs
+        How often the run sees --data, default 1, or without it the job's data.
+    price
+        Price of a host's hour, such as 0.35/h or $0.35/h: print what the run costs.
     largest
         Print the largest published model that trains on the machine with 32,768 tokens per step,
         per placement and state format (no JOB).
@@ -130,32 +195,35 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain.config.batch_split import parse_ranks
+    from offloadtrain.plan.run_cost import run_cost
     from offloadtrain.plan.search import suggest
 
+    models = (*hf, fine_tune) if fine_tune else hf
+    machines = machine or ("",)
+    one_answer = len(models) == len(machines) == 1
     parse_ranks("--gpus", str(gpus))
     _check_flags(plot, sweep, compare=compare, largest=largest)
-    models = (*hf, fine_tune) if fine_tune else hf
-    named_models, machines = " ".join(models), machine or ("",)
-    _check_alone("--search tries the divisions of one job", search, named_models, sweep, ())
-    _check_alone("--largest searches over models", largest, job or named_models, sweep, overrides)
-    _check_alone("--hf and --fine-tune ask for a model", bool(models), job, sweep, ())
-    one_answer = len(models) == len(machines) == 1
+    _check_searches(job, " ".join(models), sweep, overrides, search=search, largest=largest)
     _check_several(job, models, machine, "" if one_answer else save)
+    one_plan = (one_answer or not models) and not (largest or search or sweep)
+    of_run = RunOptions(tokens, data, epochs, price)
+    of_run.check(one_plan=one_plan)
+    chosen = partial(chosen_machine, sizes=(gpu_memory, host_memory, host_reserve))
     if largest:
-        name, target = chosen_machine(machines[0], gpu_memory, host_memory)
-        return _largest(name, target, gpus, as_json=as_json)
+        return _largest(*chosen(machines[0]), gpus, as_json=as_json)
     if models and not one_answer:
-        targets = [chosen_machine(title, gpu_memory, host_memory) for title in machines]
+        targets = [chosen(title) for title in machines]
         return _table(hf, fine_tune, overrides, targets, gpus, as_json=as_json)
+    overrides = (*overrides, *_with_data(data, hf[0] if hf else ""))
     question = _question(models[0], bool(hf), overrides, gpus) if models else None
     config = question.job if question else _job(job, overrides)
-    title = machines[0] or config.device.machine
-    name, target = chosen_machine(title, gpu_memory, host_memory)
+    count = of_run.count(config)
+    name, target = chosen(machines[0] or config.device.machine)
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
     answer = None
     if question:
-        answer, trace = _answer(question, name, target, gpus, save)
+        answer, trace = _answer(question, name, target, gpus, save, count)
         planned, alternatives = answer.shown(as_json=as_json)
     else:
         counts = _counts(sweep) if sweep else [gpus]
@@ -163,10 +231,10 @@ def plan(
         planned = suggest.planned(config, name, target, _fewest(counts, config), trace)
         if sweep:
             return _sweep(planned.job, name, target, counts, plot, as_json=as_json)
-        alternatives = []
-        if not planned.fits:
-            alternatives = suggest.nearest(planned.job, name, target, gpus, trace=trace)
-    _print(planned, alternatives, trace, answer, compare=compare, why=why, as_json=as_json)
+        asked = (planned.job, name, target, gpus)
+        alternatives = [] if planned.fits else suggest.nearest(*asked, trace=trace)
+    run = run_cost(planned, tokens=count, price=of_run.hourly)
+    _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 
@@ -175,6 +243,7 @@ def _print(
     alternatives: Sequence[Change],
     trace: Trace | None,
     answer: Answer | None,
+    run: RunCost,
     *,
     compare: bool,
     why: bool,
@@ -188,7 +257,7 @@ def _print(
     rows = comparison.compare(planned, trace) if compare else []
     reasons = answers.why(planned, trace) if why and planned.fits else None
     if as_json:
-        result = report.as_json(planned, alternatives)
+        result = report.as_json(planned, alternatives, run)
         result |= {"compare": comparison.as_json(rows)} if rows else {}
         result |= {} if reasons is None else {"why": answers.as_json(reasons)}
         result |= {} if answer is None else {"answer": answer.line, "job_file": answer.job_text}
@@ -196,7 +265,7 @@ def _print(
         return
     if answer is not None:
         print(answer.line)
-    print(report.text(planned, alternatives))
+    print(report.text(planned, alternatives, run))
     if rows:
         print(f"\n{comparison.table(rows, planned)}")
     if reasons is not None:
@@ -225,6 +294,15 @@ def _check_several(job: str, models: Sequence[str], machines: Sequence[str], sav
         )
 
 
+def _check_searches(
+    job: str, models: str, sweep: str, overrides: tuple[str, ...], *, search: bool, largest: bool
+) -> None:
+    """Raises ConfigError for a search with what it does not take."""
+    _check_alone("--search tries the divisions of one job", search, models, sweep, ())
+    _check_alone("--largest searches over models", largest, job or models, sweep, overrides)
+    _check_alone("--hf and --fine-tune ask for a model", bool(models), job, sweep, ())
+
+
 def _check_alone(
     what: str, requested: bool, model: str, sweep: str, overrides: tuple[str, ...]
 ) -> None:
@@ -247,8 +325,15 @@ def _job(job: str, overrides: tuple[str, ...]) -> Config:
 def _question(model: str, is_hf: bool, overrides: tuple[str, ...], ranks: int) -> Question:
     """`model`: a folder or a name of Hugging Face, or a number of parameters."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
+    from offloadtrain.config.hf_model import find_folder, published_name
     from offloadtrain.plan.search import question
 
+    if known := published_name(model):
+        is_hf = True
+        try:
+            find_folder(model)
+        except FileNotFoundError:
+            say_on_stderr(f"{model} is planned by its published sizes: hf download {known}")
     if is_hf:
         folder = str(Path(model).parent) if Path(model).name == "config.json" else model
         label = Path(folder).absolute().name
@@ -259,13 +344,13 @@ def _question(model: str, is_hf: bool, overrides: tuple[str, ...], ranks: int) -
 
 
 def _answer(
-    question: Question, name: str, machine: Machine, ranks: int, save: str = ""
+    question: Question, name: str, machine: Machine, ranks: int, save: str = "", tokens: int = 0
 ) -> tuple[Answer, Trace | None]:
     """Search, and write the job of the answer into the file `save`, if there is one."""
     from offloadtrain.plan.search import question as questions
 
     config, trace = _described(question.job, machine, ranks)
-    answer = questions.answer(replace(question, job=config), name, machine, ranks, trace)
+    answer = questions.answer(replace(question, job=config), name, machine, ranks, trace, tokens)
     if save:
         _save(answer, save)
     return answer, trace
@@ -436,10 +521,23 @@ def _counts(text: str) -> list[int]:
     return sorted({parse_ranks("--sweep gpus=1,2,4:", part) for part in values.split(",")})
 
 
-def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, Machine]:
-    """Return the named machine, the file's, or this one, with the given memory sizes."""
+def _with_data(data: str, hf: str) -> tuple[str, ...]:
+    """Return the overrides for a token file, or for text or records, which a model of transformers
+    reads with its own tokenizer."""
+    from offloadtrain.data.tokens import is_token_file
+
+    if not data or is_token_file(data):
+        return (f"data.train={toml.text_of(data)}",) if data else ()
+    overrides = (f"data.source={toml.text_of(data)}", 'data.train=""')
+    return (*overrides, f"data.tokenizer={toml.text_of(hf)}") if hf else overrides
+
+
+def chosen_machine(name: str, sizes: tuple[str, str, str]) -> tuple[str, Machine]:
+    """Return the named machine, the file's, or this one, with the given sizes of memory: of a GPU,
+    of a host, and of what other programs use of it; empty: the machine's."""
     from offloadtrain.hardware.machine import find
 
+    gpu_memory, host_memory, host_reserve = sizes
     if name:
         title, machine = find(name)
     else:
@@ -456,6 +554,9 @@ def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, M
         machine = replace(machine, gpu_memory=_size("--gpu-memory", gpu_memory))
     if host_memory:
         machine = replace(machine, host_memory=_size("--host-memory", host_memory))
+    if host_reserve:
+        reserve = "" if host_reserve == "0" else _size("--host-reserve", host_reserve)
+        machine = replace(machine, host_reserved=reserve)
     return title, machine
 
 

@@ -67,6 +67,7 @@ def train(
     """
     from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import roles
+    from offloadtrain.config.hf_model import require_folder
     from offloadtrain.config.sections import check_packages
 
     link = launcher_link.attach()
@@ -82,6 +83,7 @@ def train(
         rank_info = replace(rank_info, roles=roles(config, rank_info.size))
     if dry_run:
         return _preview(config, _ranks_wanted(nproc, config))
+    require_folder(config.hf)
     if rank_info.rank == 0:
         check_packages(config.log)
     if max_restarts < 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from offloadtrain.plan.baselines.peers import PEERS, Peer, Work
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import Placement, place
 from offloadtrain.plan.plan import PROCESS, PROCESS_BYTES, Plan
+from offloadtrain.plan.run_cost import Accuracy, accuracy_of_plans
 from offloadtrain.plan.times import compute_seconds
 from offloadtrain.plan.tracing.tracer import activations
 
@@ -51,25 +51,6 @@ class Row:
     lower_bound: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """The errors of a system's predictor over published throughputs.
-
-    Attributes:
-        median: of absolute errors.
-        worst: the largest one, signed.
-    """
-
-    cells: int
-    median: float
-    worst: float
-
-
-MEASURED = Accuracy(12, 0.041, 0.127)
-"""Of the plan itself: steps measured on an H100 and an H200, each left out of the fit
-(`python -m benchmarks.validate_plan`)."""
-
-
 def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
     """Return the plan's own row, then one per peer, in as large a microbatch as fits there, up to
     the plan's.
@@ -88,13 +69,10 @@ def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
 
 
 def accuracy(system: str) -> Accuracy:
-    """Return the errors over all known throughputs of a system; the plan's are of `MEASURED`."""
+    """Return the errors over all known throughputs of a system."""
     if system == OURS:
-        return MEASURED
-    errors = [cell.error for cell in checked(system)]
-    return Accuracy(
-        len(errors), statistics.median(abs(error) for error in errors), max(errors, key=abs)
-    )
+        return accuracy_of_plans()[0]
+    return Accuracy.of([cell.error for cell in checked(system)])
 
 
 def table(rows: Sequence[Row], plan: Plan) -> str:

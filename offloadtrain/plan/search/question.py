@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
@@ -14,10 +13,11 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.sections import DataConfig, TrainConfig
-from offloadtrain.config.units import format_bytes, format_count
+from offloadtrain.config.units import format_bytes, format_count, parse_count
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.run_cost import steps_for
 from offloadtrain.plan.search.suggest import (
     ALL,
     Change,
@@ -30,13 +30,14 @@ from offloadtrain.plan.search.suggest import (
 STEP_TOKENS, SEQ_LEN = 32768, 2048
 """Tokens of a step and of a sequence: usual for fine-tuning."""
 
+LEAST = 1e6
+"""Parameters of a model that is named by its size."""
+
 NEAR = 0.2
 """A named size stands for a number of parameters that is so close to its own."""
 
 DECIDED = ("offload.working", "offload.activation", "offload.state", "train.micro_batch")
 """The keys that an answer always states."""
-
-_UNITS = {"M": 1e6, "B": 1e9}
 
 _JOB = """
 name = "fine-tune"
@@ -150,9 +151,17 @@ def asked(
 
 
 def answer(
-    question: Question, name: str, machine: Machine, ranks: int, trace: Trace | None
+    question: Question,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    trace: Trace | None,
+    tokens: int = 0,
 ) -> Answer:
     """Search the placements, formats and microbatches of a question, whose model is described.
+
+    Args:
+        tokens: of the run; 0: as many as the steps of the question's job have.
 
     Raises:
         OffloadTrainError: the job cannot be planned on this machine.
@@ -176,7 +185,8 @@ def answer(
         line = f"{no}, the nearest that fits is {text_of(keys)}: {rate}"
     else:
         line = f"{no}, nothing fits; {text_of(keys)} lacks {format_bytes(best.missing_bytes)}"
-    text = f"# {line}\n{_job_text(question, keys)}" if best.fits else ""
+    of_run = {"train.steps": steps_for(best.job, tokens)} if tokens else {}
+    text = f"# {line}\n{_job_text(question, {**keys, **of_run})}" if best.fits else ""
     return Answer(as_asked, fits, changes, best, keys, line, text)
 
 
@@ -202,10 +212,12 @@ def sized(text: str) -> str:
     """
     if text.lower() in SIZES:
         return text.lower()
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([MB])", text.strip().upper())
-    if match is None or not float(match[1]):
+    try:
+        count = parse_count(text)
+    except ValueError:
+        count = 0.0
+    if count < LEAST:
         raise ConfigError(f"--fine-tune {text[:40]}: give parameters such as 8B or 350M")
-    count = float(match[1]) * _UNITS[match[2]]
 
     def distance(name: str) -> float:
         return abs(log(num_params(SIZES[name]) / count))

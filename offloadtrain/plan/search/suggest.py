@@ -57,7 +57,7 @@ def choices_of(job: Config, ranks: int) -> dict[str, tuple[Any, ...]]:
     return {
         "offload.working": distinct("device", "host", job.offload.weights.tier),
         "offload.activation": distinct(
-            job.offload.activations.mode, "keep", "recompute", "offload"
+            job.offload.activations.mode, "keep", "recompute", "selective", "offload"
         ),
         "offload.state": tuple(states),
         "offload.state_on": distinct(job.offload.state.tier, "host"),
@@ -143,8 +143,8 @@ def nearest(
     They move weights and block inputs between device and host, change the state format, or use more
     and smaller microbatches; the tokens of a step stay. If none of these suffices, a step gets
     fewer tokens: as many as fit in one microbatch, which needs no sums; then less memory for each
-    piece, and shorter sequences. If nothing fits, the only change is the one that lacks least: its
-    plan does not fit.
+    piece, and shorter sequences. If nothing fits, state, weights and gradients go to a drive. If
+    that does not fit either, the only change is the one that lacks least: its plan does not fit.
 
     Args:
         with_fewer_tokens: nothing is known to fit with the tokens of a step.
@@ -154,6 +154,8 @@ def nearest(
     fitting = fitting or _single_microbatch_changes(job, name, machine, ranks, trace)
     if not fitting:
         fitting = _smaller_pieces(job, name, machine, ranks, trace)
+    if not any(change.plan.fits for change in fitting):
+        fitting = _on_disk(job, name, machine, ranks, trace) or fitting
     fitting.sort(key=lambda change: len(change.keys))
     # Without those that contain a smaller one.
     fewest = [
@@ -194,7 +196,7 @@ def of_each_placement(
             where not in largest or size > largest[where].plan.job.train.micro_batch
         ):
             largest[where] = candidate
-    ordered = _fastest(list(largest.values()))
+    ordered = _fastest([change for where, change in largest.items() if not _slower(where, largest)])
     best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
     near = [
         change for change in ordered if change.plan.prediction.tokens_per_s >= best * (1 - SAME)
@@ -202,6 +204,24 @@ def of_each_placement(
     near.sort(key=lambda change: change.plan.job.offload.gradients.sums_dtype == "working")
     near.sort(key=lambda change: list(STATE_PRECISIONS).index(change.plan.job.offload.state.format))
     return [*near, *ordered[len(near) :]]
+
+
+QUICKER = (("device", "host", "disk"), ("keep", "selective", "recompute", "offload"))
+"""Values of `PLACES`: each moves, or computes, no more than the next."""
+
+
+def _slower(where: tuple[str, ...], largest: Mapping[tuple[str, ...], Change]) -> bool:
+    """Return whether a step with less recompute, or weights nearer, fits in as large a microbatch:
+    this one needs no simulation then."""
+    places, rest = where[: len(PLACES)], where[len(PLACES) :]
+    if not all(place in order for place, order in zip(places, QUICKER, strict=True)):
+        return False
+    quicker = (
+        order[: order.index(place) + 1] for place, order in zip(places, QUICKER, strict=True)
+    )
+    others = (largest.get((*other, *rest)) for other in product(*quicker) if other != places)
+    size = largest[where].plan.job.train.micro_batch
+    return any(other and other.plan.job.train.micro_batch >= size for other in others)
 
 
 def single_changes(
@@ -340,6 +360,25 @@ def _fastest(changes: Sequence[Change]) -> list[Change]:
     return sorted(changes, key=order)
 
 
+ON_DISK = ("offload.state_on", "offload.working", "offload.grad_on")
+"""The keys that move what is on the host to a drive, the least slow first."""
+
+
+def _on_disk(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return the fastest change that fits with as little on a drive as suffices: state, then
+    weights, then gradients. Its rates are the machine's, or assumed."""
+    free = ("offload.activation", "offload.state", "train.micro_batch")
+    for count in range(1, len(ON_DISK) + 1):
+        keys: dict[str, Any] = dict.fromkeys(ON_DISK[:count], "disk")
+        if _changed(job, dict(keys), name, machine, ranks, trace) is not None:
+            moved = _consistent(job, keys)
+            for best in of_each_placement(moved, name, machine, ranks, free, trace):
+                return [Change(keys | best.keys, best.plan)]
+    return []
+
+
 def _single_microbatch_changes(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> list[Change]:
@@ -446,21 +485,27 @@ def _promising(
     Block inputs on the host take more of it than the state that finds room on the device instead.
     So where the device has room for them, a combination with them on the host lacks more than the
     one without, which needs fewer changes: it is left out. Where it has no room for block inputs,
-    it has none for all activations. Either would take a trace of its own.
+    it has none for all activations, nor for the results of products. Where all activations fit, the
+    results of products alone are no faster. Each would take a trace of its own.
     """
     recomputes = job.offload.activations.mode == "recompute" and not machine.on_cpu
     if (as_it_is := _planned(job, name, machine, ranks, trace)) is None:
         return
     with_room: list[dict[str, Any]] = [{}] if as_it_is.device_has_room else []
+    that_keep: list[dict[str, Any]] = []
     for keys in combinations(job, ranks, free):
         rest = {key: value for key, value in keys.items() if key != "offload.activation"}
         if recomputes and len(rest) < len(keys):
             needed_without_room = keys["offload.activation"] == "offload"
             if needed_without_room == (rest in with_room):
                 continue
+            if keys["offload.activation"] == "selective" and rest in that_keep:
+                continue
         change = _changed(job, dict(keys), name, machine, ranks, trace)
         if change and change.plan.device_has_room:
             with_room.append(keys)
+            if keys.get("offload.activation") == "keep":
+                that_keep.append(rest)
         if change:
             yield change
 

@@ -40,6 +40,7 @@ from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.plan.automatic import with_decisions_of
 from offloadtrain.plan.plan import PROCESS, Plan
+from offloadtrain.plan.run_cost import run_cost
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
@@ -140,7 +141,7 @@ class _RunStart:
             f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads\n"
             f"data: {format_count(len(context.train_tokens))} tokens to train on"
             + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
-            + f"\nrun: {self.run.path}"
+            + f"\n{run_cost(context.plan, done=self.step).text}\nrun: {self.run.path}"
             + (f"; resuming after step {self.step}" if self.step else "")
         )
 

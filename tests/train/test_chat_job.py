@@ -95,11 +95,12 @@ def test_an_exported_folder_is_evaluated_as_its_job_was(
     (val,) = tmp_path.rglob("val.bin")
     tokens = TokenFile(val)
     assert main(["export", f"{tmp_path}/run", f"{tmp_path}/out", "--dtype", "fp32"]) == 0
+    assert tokens.counted is not None
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     total, counted, begin = 0.0, 0, 0
     for end in tokens.document_ends():
         ids_T = torch.from_numpy(tokens.tokens[begin:end].astype(int))[:33]
-        counts_T = torch.from_numpy(tokens.mask[begin:end].astype(bool))[:33][1:]
+        counts_T = torch.from_numpy(tokens.counted[begin:end].astype(bool))[:33][1:]
         begin = end
         with torch.no_grad():
             logits_TV = model(ids_T[None, :-1]).logits[0].float()

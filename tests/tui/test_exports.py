@@ -37,6 +37,8 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with watching(first, second) as (app, press):
+            app._overlaid = set()  # both are named, and so overlaid
+            app._show()
             await press("8")
             assert "differences" not in text(app)
             app._overlaid = {second}

@@ -35,10 +35,12 @@ STATE_COLORS = {
     "unknown": "warning",
 }
 OWNER_COLORS = (
-    *("primary", "accent", "success", "warning", "secondary", "error", "foreground"),
-    *("primary-darken-3", "accent-darken-3", "success-darken-3", "warning-darken-3"),
+    *("primary", "accent", "success", "secondary", "error", "foreground"),
+    *("primary-darken-3", "accent-darken-3", "success-darken-3", "secondary-darken-3"),
+    "error-darken-3",
 )
-"""Colors of the owners of memory, in the order of the bars."""
+"""Colors of the owners of memory, in the order of the bars. In Textual's own themes "warning" is
+the color of "accent"."""
 
 FILLS = "█▓▒░▚▞▤"
 """Their fill characters, so that they differ without color too."""

@@ -208,7 +208,8 @@ def experts(blocks: list[str]) -> None:
 
 
 def fine_tune_8b(blocks: list[str]) -> None:
-    """With a tiny model in the folder of the 8B."""
+    """With a tiny model in the folder of the 8B, and a row that nobody answers, which is left
+    out."""
     from safetensors.torch import load_file
 
     from examples.toy import make_llama
@@ -216,14 +217,15 @@ def fine_tune_8b(blocks: list[str]) -> None:
     (chats,) = re.findall(
         r"```json\n(.*?)```", (ROOT / "docs/fine_tune_8b.md").read_text(), re.DOTALL
     )
-    Path("chats.jsonl").write_text(chats * 40)
+    unanswered = '{"messages": [{"role": "user", "content": "Where?"}]}\n'
+    Path("chats.jsonl").write_text(unanswered + chats * 40)
     make_llama(GUIDE_MODEL)
     tune, ask = blocks
     names: Names = {}
     run(tune, names)
     history = names["trainer"].state.log_history
     losses = [entry["loss"] for entry in history if "loss" in entry]
-    assert len(losses) == 20 and losses[-1] < losses[0]
+    assert len(names["chats"]) == 80 and len(losses) == 20 and losses[-1] < losses[0]
     assert names["optimizer"].config.state.format == "int8"
     masters = dict(names["optimizer"].master_weights())
     for name, weight in load_file("tuned/model.safetensors").items():

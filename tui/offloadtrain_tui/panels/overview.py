@@ -43,14 +43,13 @@ class Overview(Panel):
         self.query_one("#overview-lanes", Timeline).show(lanes)
         for name in CHARTS:
             self.query_one(f"#overview-{name}", Chart).show(plot(name, shown))
-        on_gpu = len(tiers) > 1
-        areas = {"exposed": on_gpu, "grad_norm": True} if view.live and is_calm(view) else {}
+        areas: dict[str, Area] = {}
+        if view.live and is_calm(view):
+            areas["grad_norm"] = memory.host_history(shown.views, tiers[-1])
+            if len(tiers) > 1:
+                areas["exposed"] = memory.device_history(view, tiers[0])
         for name in AREAS:
-            is_area = areas.get(name, False)
-            self.query_one(f"#overview-{name}").set_class(is_area, "replaced")
-            area = self.query_one(f"#overview-area-{name}", AreaChart)
-            area.set_class(not is_area, "replaced")
-            if is_area and name == "exposed":
-                area.show(memory.device_history(view, tiers[0]))
-            elif is_area:
-                area.show(memory.host_history(shown.views, tiers[-1]))
+            self.query_one(f"#overview-{name}").set_class(name in areas, "replaced")
+            chart = self.query_one(f"#overview-area-{name}", AreaChart)
+            chart.set_class(name not in areas, "replaced")
+            chart.show(areas.get(name, Area("")))

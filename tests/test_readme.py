@@ -176,7 +176,9 @@ def test_a_model_is_pretrained_and_its_run_resumed(texts: Path, capsys: Captured
     assert main(small(train, 2)) == 0
     assert "resuming" not in capsys.readouterr().err
     assert main(small(train, 2)) == main(small(longer, 4)) == 0
-    assert "resuming after step 2" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "resuming after step 2" in err
+    assert err.count("The run: 2 steps") == 2  # of the first start; of what is left, on resume
     for command in listing:
         assert main(small(command)) == 0, command
     assert "small" in capsys.readouterr().out

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import median
 
 import pytest
 
 from benchmarks import planned_jobs
-from benchmarks.planned_jobs import STRIDED, errors_by_value, fitted, key_of, measured
-from offloadtrain.plan.search.compare import MEASURED
+from benchmarks.planned_jobs import STRIDED, errors_by_value, fitted, key_of, measured, published
+from offloadtrain.plan.run_cost import JOB_ERRORS, accuracy_of_plans
 
 DOC = Path(__file__).parents[2] / "docs/validation.md"
 
@@ -26,7 +27,7 @@ def test_the_fit_finds_the_value_that_made_its_cells() -> None:
 @pytest.mark.slow
 def test_measured_steps_are_planned_without_them() -> None:
     """The engine's own, each left out of the fit, within 12 %; resident torch loops within 13 %.
-    `plan --compare` prints these figures of the plan."""
+    Plans print these figures."""
     cells = [cell for cell, _ in measured()]
     errors = errors_by_value(cells)
     assert len(cells) == 12 and fitted(errors, list(errors)) == STRIDED
@@ -36,9 +37,15 @@ def test_measured_steps_are_planned_without_them() -> None:
         left_out[key_of(cell)] = errors[key_of(cell)][fitted(errors, others)]
         limit = 0.13 if "resident" in cell.name else 0.12
         assert abs(left_out[key_of(cell)]) <= limit, cell.name
-    assert MEASURED.cells == len(left_out)
-    assert MEASURED.median == pytest.approx(median(map(abs, left_out.values())), abs=5e-4)
-    assert MEASURED.worst == pytest.approx(max(left_out.values(), key=abs), abs=5e-4)
+    known = json.loads(JOB_ERRORS.read_text())
+    assert known["measured"] == pytest.approx([100 * left_out[key_of(c)] for c in cells], abs=0.06)
+    assert set(known["gpus"]) == {cell.target.gpu for cell in cells}
+    errors_of_others = [100 * cell.error() for cell in published()]
+    assert known["published"] == pytest.approx(errors_of_others, abs=0.06)
+    printed = accuracy_of_plans()[0]
+    assert printed.cells == len(left_out)
+    assert printed.median == pytest.approx(median(map(abs, left_out.values())), abs=5e-4)
+    assert printed.worst == pytest.approx(max(left_out.values(), key=abs), abs=5e-4)
 
 
 @pytest.mark.slow

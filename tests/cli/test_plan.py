@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 from offloadtrain.cli.main import main
+from offloadtrain.config import job as jobs
+from offloadtrain.config.hf_model import PUBLISHED_MODELS, published_name, require_folder
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
+from offloadtrain.integrations.hf_job import config_of as config_of_values
+from offloadtrain.integrations.hf_job import empty_model
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.search import largest, question, suggest
 from offloadtrain.plan.search.largest import MODELS
@@ -368,6 +372,7 @@ def config_of(folder: Path, kind: str, **values: Any) -> Path:
     return folder
 
 
+AT_4090 = ("--machine", "rtx4090")
 SMALL_HF = ("--set", "data.seq_len=128", "train.global_batch_tokens=2048")
 
 
@@ -453,6 +458,82 @@ def test_models_and_machines_are_answered_in_a_table(tmp_path: Path, capsys: Cap
         assert row["fits"] and row["answer"] == alone["answer"] and " yes " in line
         assert row["tokens_per_s"] == alone["step"]["tokens_per_s"]
         assert row["job_file"] == alone["job_file"]
+
+
+@pytest.mark.slow
+def test_a_quantized_model_is_planned_and_says_what_training_starts_from(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    """As the same model unquantized."""
+    plain = as_json(capsys, "--hf", config_of(tmp_path / "llama", "llama"), *AT_4090, *SMALL_HF)
+    for entry, parts in (
+        (
+            {"quant_method": "gptq", "bits": 4},
+            ("(gptq, 4 bits)", "the model that it was quantized"),
+        ),
+        ({"quant_method": "mxfp4"}, ("(mxfp4)", "Mxfp4Config(dequantize=True)")),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("4 bits)", ".dequantize()")),
+    ):
+        file = config_of(tmp_path / "llama", "llama") / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": entry}))
+        out = printed(capsys, "--hf", file, *AT_4090, *SMALL_HF)
+        assert "starts from 16-bit weights" in out and all(part in out for part in parts), entry
+        answer = out.splitlines()[0]
+        assert plain["answer"] == answer
+
+
+def test_published_models_have_names(capsys: Captured) -> None:
+    for name, known in (
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
+        ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("google/gemma-3-12b-it", "google/gemma-3-12b"),
+        ("gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("gpt-oss", ""),
+        ("", ""),
+    ):
+        assert published_name(name) == known
+    job = "name='x'\nmodel.hf='Qwen/Qwen3-8B'\ndata.train='x'\ndata.seq_len=64\ntrain.steps=1\n"
+    config = jobs.loads(job, "x", (), print)  # can be planned
+    with pytest.raises(jobs.ConfigError, match=r"Qwen3-8B.*download a model by its name first"):
+        require_folder(config.hf)
+
+
+@pytest.mark.slow
+def test_published_models_have_their_parameters_and_are_planned(capsys: Captured) -> None:
+    """As their pages state them, to the last one."""
+    pytest.importorskip("transformers")
+    models = json.loads(PUBLISHED_MODELS.read_text())["models"]
+    assert len(models) > 30
+    for name, entry in models.items():
+        model = empty_model(config_of_values(entry["config"]), None)
+        assert sum(param.numel() for param in model.parameters()) == entry["params"], name
+    assert plan("--fine-tune", "qwen3-0.6b", *AT_4090, "--save", "/dev/null/x", *SMALL_HF) == 2
+    assert plan("--fine-tune", "qwen3-0.6b", *AT_4090, *SMALL_HF, "--tokens", "1M") == 0
+    out, err = capsys.readouterr()
+    assert "planned by its published sizes: hf download Qwen/Qwen3-0.6B" in err
+    assert "(596M parameters)" in out and "The run: 489 steps, 1M tokens" in out
+    assert 'hf = "qwen3-0.6b"' in out and "steps = 489" in out
+
+
+@pytest.mark.slow
+def test_a_search_tries_selective_recompute(capsys: Captured) -> None:
+    """Where all activations do not fit, and it is faster than to recompute all."""
+    keys = ("offload.state=int8", "offload.sums_on=host", "offload.working=device")
+    asked = question.asked("1.3B", "size", "llama-1.3b", keys, 1, print)
+    machine = replace(find("h100")[1], gpu_memory="16 GiB")
+    answer = question.answer(asked, "h100", machine, 1, None)
+    rates = {}
+    for mode in ("keep", "selective", "recompute", "offload"):
+        for size in (1, 2, 4, 8, 16):
+            values = {"train.micro_batch": size, "train.grad_accum_steps": 16 // size}
+            job = suggest.applied(asked.job, values | {"offload.activation": mode})
+            planned = make(job, "h100", machine, 1)
+            if planned.fits:
+                rates[mode, size] = planned.prediction.tokens_per_s
+    assert answer.keys["offload.activation"] == "selective"
+    assert answer.best.prediction.tokens_per_s == max(rates.values()) == rates["selective", 4]
 
 
 def test_a_plan_says_on_a_terminal_that_it_is_in_the_making(

@@ -194,48 +194,52 @@ def plan(
     as_json
         Print one JSON object.
     """
-    from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan.run_cost import run_cost
-    from offloadtrain.plan.search import suggest
 
-    models = (*hf, fine_tune) if fine_tune else hf
-    machines = machine or ("",)
+    models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
     one_answer = len(models) == len(machines) == 1
-    parse_ranks("--gpus", str(gpus))
-    _check_flags(plot, sweep, compare=compare, largest=largest)
+    _check_flags(gpus, plot, sweep, compare=compare, largest=largest)
     _check_searches(job, " ".join(models), sweep, overrides, search=search, largest=largest)
     _check_several(job, models, machine, "" if one_answer else save)
-    one_plan = (one_answer or not models) and not (largest or search or sweep)
     of_run = RunOptions(tokens, data, epochs, price)
-    of_run.check(one_plan=one_plan)
+    of_run.check(one_plan=(one_answer or not models) and not (largest or search or sweep))
     chosen = partial(chosen_machine, sizes=(gpu_memory, host_memory, host_reserve))
     if largest:
         return _largest(*chosen(machines[0]), gpus, as_json=as_json)
     if models and not one_answer:
         targets = [chosen(title) for title in machines]
         return _table(hf, fine_tune, overrides, targets, gpus, as_json=as_json)
-    overrides = (*overrides, *_with_data(data, hf[0] if hf else ""))
-    question = _question(models[0], bool(hf), overrides, gpus) if models else None
-    config = question.job if question else _job(job, overrides)
+    changed = (*overrides, *_with_data(data, hf[0] if hf else ""))
+    question = _question(models[0], bool(hf), changed, gpus) if models else None
+    config = question.job if question else _job(job, changed)
     count = of_run.count(config)
     name, target = chosen(machines[0] or config.device.machine)
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
+    if sweep:
+        return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
     answer = None
-    if question:
+    if question is None:
+        planned, alternatives, trace = _planned(config, name, target, gpus)
+    else:
         answer, trace = _answer(question, name, target, gpus, save, count)
         planned, alternatives = answer.shown(as_json=as_json)
-    else:
-        counts = _counts(sweep) if sweep else [gpus]
-        config, trace = _described(config, target, gpus)
-        planned = suggest.planned(config, name, target, _fewest(counts, config), trace)
-        if sweep:
-            return _sweep(planned.job, name, target, counts, plot, as_json=as_json)
-        asked = (planned.job, name, target, gpus)
-        alternatives = [] if planned.fits else suggest.nearest(*asked, trace=trace)
     run = run_cost(planned, tokens=count, price=of_run.hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
+
+
+def _planned(
+    config: Config, name: str, target: Machine, ranks: int
+) -> tuple[Plan, Sequence[Change], Trace | None]:
+    """Plan a job; return also what makes it fit if it does not, and the trace of its model."""
+    from offloadtrain.plan.search import suggest
+
+    config, trace = _described(config, target, ranks)
+    planned = suggest.planned(config, name, target, ranks, trace)
+    if planned.fits:
+        return planned, [], trace
+    return planned, suggest.nearest(planned.job, name, target, ranks, trace=trace), trace
 
 
 def _print(
@@ -276,8 +280,11 @@ def _print(
         print(f"\nThe job (--save FILE.toml writes it):\n{answer.job_text}", end="")
 
 
-def _check_flags(plot: str, sweep: str, *, compare: bool, largest: bool) -> None:
+def _check_flags(gpus: int, plot: str, sweep: str, *, compare: bool, largest: bool) -> None:
     """Raises ConfigError for flags that do not go together."""
+    from offloadtrain.config.batch_split import parse_ranks
+
+    parse_ranks("--gpus", str(gpus))
     if plot and not sweep:
         raise ConfigError(f"--plot {plot}: it needs a --sweep, such as --sweep gpus=1,2,4")
     if compare and (sweep or largest):
@@ -494,8 +501,11 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
 def _sweep(
     config: Config, name: str, machine: Machine, counts: list[int], plot: str, *, as_json: bool
 ) -> int:
-    from offloadtrain.plan.search import sweep
+    from offloadtrain.plan.search import suggest, sweep
 
+    fewest = _fewest(counts, config)
+    described, trace = _described(config, machine, fewest)
+    config = suggest.planned(described, name, machine, fewest, trace).job
     if plot:
         sweep.check_plot(plot)
     points = sweep.sweep(config, name, machine, counts)

@@ -17,7 +17,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, say_stopped_early
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.lost_ranks import LostRankError
+from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange, lost
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.rendezvous import attempt_store, connect, disconnect
 from offloadtrain.runtime.watchdog import Watchdog
@@ -73,7 +73,12 @@ class DistributedRun:
             raise
         self._log: RunLog | None = None
         self._run: RunFolder | None = None
-        self.ranks = Ranks.of(None, torch.device("cpu"))
+        try:
+            self.ranks = Ranks.of(None, torch.device("cpu"))
+        except RuntimeError as error:
+            if not is_of_exchange(error):
+                raise
+            raise LostRankError(lost("the connection of the ranks")) from error
 
     def open_run(
         self, config: Config, run_dir: Path | None, resume: str, say: Callable[[str], None]

@@ -156,7 +156,7 @@ def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured)
     }
     for text, reason in damaged.items():
         (tmp_path / "broken.json").write_text(text)
-        assert main(["report", str(tmp_path)]) == 1
+        assert main(["report", str(tmp_path)]) == 2
         assert reason in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent")]) == 2
     assert "no such folder" in capsys.readouterr().err

@@ -682,7 +682,7 @@ def _configs(draw: st.DrawFn) -> Config:
         model=draw(
             _section(
                 ModelShape,
-                vocab_size=st.integers(1, 10**9),
+                vocab_size=st.integers(1, 1 << 24),
                 num_layers=st.integers(1, 1024),
                 d_ff=st.integers(0, 10**6),
                 d_model=st.just(96),

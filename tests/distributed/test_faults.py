@@ -25,7 +25,7 @@ from offloadtrain.events import log_lines, schema
 from offloadtrain.runtime import rendezvous
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, _home
 from offloadtrain.runtime.launcher_link import Pulse
-from offloadtrain.runtime.process_group import RankError
+from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.train import distributed_run
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests
@@ -434,6 +434,24 @@ def test_a_rank_stopped_while_the_ranks_meet_reports_it(
         DistributedRun(RankInfo(1, 2), jobs.load(job), lambda _: 1, StopRequests())
     assert board.check(["who1", "stopped early"])
     assert board.values["failed"] == b"rank 1: SIGHUP while it waits for who0"
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_rank_that_ends_while_the_ranks_meet_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, job: Path
+) -> None:
+    """The detector does not watch yet: torch's own error would be a traceback."""
+    board = Board()
+    board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
+    monkeypatch.setattr(distributed_run, "connect", lambda *_, **__: board)
+    monkeypatch.setattr(distributed_run, "attempt_store", lambda store, _: store)
+
+    def reset(*_: object) -> None:
+        raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset")
+
+    monkeypatch.setattr(Ranks, "of", reset)
+    with pytest.raises(RankError, match="the connection of the ranks has lost another rank"):
+        DistributedRun(RankInfo(0, 2), jobs.load(job), lambda _: 1, StopRequests())
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -4,6 +4,7 @@ is really full, ranks and launcher are stopped. Each is named and resumable; no 
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -108,6 +109,46 @@ def test_a_rank_that_the_kernel_kills_for_memory(
         assert line.startswith("rank ") and "probably out of memory" in line, line
         assert "Traceback" not in started.text and main(["status", str(run)]) == 1
     checked_resume(job, run, undisturbed=tmp_path / "undisturbed")
+
+
+COMBINED = {
+    "delayed, state on the disk": (
+        *("offload.update=delayed", "offload.state_on=disk", "offload.scratch_dir={folder}"),
+    ),
+    "speculative, split16, accumulation": (
+        *("offload.update=speculative", "offload.state=split16", "train.grad_accum_steps=4"),
+    ),
+    "int8, streamed, activations on the host": (
+        *("offload.state=int8", "offload.working=host", "offload.activation=offload"),
+    ),
+}
+
+
+@pytest.mark.usefixtures("pools")
+@pytest.mark.parametrize("mode", COMBINED)
+def test_random_kills_in_combined_modes(tmp_path: Path, mode: str) -> None:
+    """Of the launcher or of a rank, at any time of set-up or training: no step is lost, no process
+    left, and the bits are those of an undisturbed run."""
+    options = [option.format(folder=tmp_path) for option in COMBINED[mode]]
+    job = job_file(tmp_path, "train.steps=40", *options)
+    arguments, runs = ("--nproc", "2", "--resume", "auto"), (tmp_path / "run", tmp_path / "other")
+    draw, codes = random.Random(mode), []
+    for kill in range(3):
+        started = Job.fork(job, runs[0], *arguments)
+        if kill:
+            started.wait_for_step(2, kill + 1)
+        time.sleep(draw.uniform(0.0, 1.0))
+        if pids := processes_of(runs[0]):
+            os.kill(draw.choice(pids), signal.SIGKILL)
+        codes.append(started.ended())
+        assert none_left(runs[0]), started.text
+        assert "Traceback" not in started.text, started.text
+    assert sum(code != 0 for code in codes) >= 2, codes
+    for run in runs:
+        started = Job.fork(job, run, *arguments)
+        assert started.ended() == 0, started.text
+    assert steps_of(runs[0]) == steps_of(runs[1]) and len(steps_of(runs[0])) == 40
+    assert last_hashes(runs[0]) == last_hashes(runs[1])
 
 
 @contextmanager

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 import random
+from collections.abc import Iterator
+from functools import reduce
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from offloadtrain_tui.panels.events import matches
@@ -87,6 +91,51 @@ def test_any_json_in_any_field(kind: str, fields: dict[str, object]) -> None:
     history = History()
     history.feed_lines([*LOG[:40], line.encode("utf-8", "surrogatepass"), *LOG[40:60]])
     look_at(history)
+
+
+WRONG: tuple[object, ...] = (
+    "x",
+    {},
+    None,
+    [1],
+    -1e300,
+    2**70,
+    True,
+    {"a": {"b": [None, "x"]}},
+    "\x00\ud800",
+)
+
+
+def places(value: object, at: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """Yield the path of each value inside a record; of a list, that of its first ones."""
+    if at:
+        yield at
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places(inner, (*at, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value[:2]):
+            yield from places(inner, (*at, number))
+
+
+@pytest.mark.slow
+def test_a_wrong_value_at_any_depth_of_any_record() -> None:
+    """Types of fields are checked, and values inside of dicts and lists are used with care."""
+    first_of_kind = {json.loads(line)["k"]: line for line in reversed(LOG)}
+    cases = [(line, at) for line in first_of_kind.values() for at in places(json.loads(line))]
+    assert len(first_of_kind) > 8 and len(cases) > 150
+    for line, at in cases:
+        for wrong in WRONG:
+            record = json.loads(line)
+            inside = reduce(operator.getitem, at[:-1], record)
+            inside[at[-1]] = wrong
+            history = History()
+            history.feed_lines([*LOG[:30], json.dumps(record).encode(), *LOG[30:40]])
+            try:
+                look_at(history)
+            except Exception as error:
+                error.add_note(f"{record['k']}: {at} = {wrong!r}")
+                raise
 
 
 def test_a_file_that_is_no_log() -> None:

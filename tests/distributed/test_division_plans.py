@@ -112,7 +112,8 @@ def test_state_that_does_not_fit_in_every_host_is_divided_among_all() -> None:
     job = divided_job("groups", **BF16 | ANY_DEVICE)
     name, machine = find("rtx4090")
     ample = make(job, name, two_gpus(machine), 4)
-    short = replace(two_gpus(machine), host_memory=f"{max(ample.host_peaks.values()) - 1} B")
+    least = max(ample.host_peaks.values()) + machine.host_reserved_bytes
+    short = replace(two_gpus(machine), host_memory=f"{least - 1} B")
     changes = nearest(job, name, short, 4)
     assert not make(job, name, short, 4).fits
     assert any(change.keys == {"ranks.shard": 0} and change.plan.fits for change in changes)

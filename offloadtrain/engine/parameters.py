@@ -265,8 +265,10 @@ def _readable(copies: _Copies, param: nn.Parameter, *, has_gradient: bool) -> Te
     in_graph = has_gradient and param.requires_grad and torch.is_grad_enabled()
     weights = observer.values_of(param, in_graph=in_graph)
     if weights is None:
-        # The alias shares the memory and the count of writes.
-        return param.detach() if type(param) is UnreadyParameter else param
+        if type(param) is not UnreadyParameter:
+            return param
+        # Still, or again by another thread. The alias shares the memory and the count of writes.
+        return param.view_as(param) if in_graph else param.detach()
     source = None if in_graph else _Source(param, observer, weights)
     if in_graph:
         weights = _ThroughCopy.apply(param, weights)  # type: ignore[no-untyped-call]

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offloadtrain as ot
+from offloadtrain.engine.foreign_readers import ParameterReaders
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.parameters import (
     OffloadedParameter,
     UnreadyParameter,
     past_the_class,
+    set_unready,
 )
 from offloadtrain.runtime.lanes import Lanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
@@ -373,6 +375,28 @@ def test_a_forward_reads_a_parameter_of_another_class_without_a_call() -> None:
             loss.backward()
             each.step()
             each.zero_grad()
+    optimizer.close()
+
+
+def test_a_read_passes_gradients_though_another_thread_updates_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The update comes between the question for the weights and the read of the parameter."""
+    values_of = ParameterReaders.values_of
+
+    def and_update(self: ParameterReaders, param: nn.Parameter, *, in_graph: bool) -> Tensor | None:
+        values = values_of(self, param, in_graph=in_graph)
+        set_unready([param])
+        return values
+
+    model = Model()
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", precision="fp32")
+    by_methods(model, torch.ones(4, 8)).backward()
+    optimizer.step()
+    set_unready([model.scale])
+    monkeypatch.setattr(ParameterReaders, "values_of", and_update)
+    (grad,) = torch.autograd.grad(model.scale * 3, model.scale)
+    assert grad.item() == 3.0
     optimizer.close()
 
 

@@ -243,16 +243,3 @@ def test_wear_is_what_all_ranks_of_a_host_write() -> None:
     assert plan.wear.days == pytest.approx(1200e12 / per_day)
     two = make(example(), "nvme", nvme(gpus=2), ranks=2)
     assert two.wear.per_step == plan.wear.per_step
-
-
-@pytest.mark.slow
-def test_where_nothing_fits_a_plan_names_the_drive() -> None:
-    """Unless it has all on it already."""
-    keys = {"state_on": "host", "working": "host", "grad_on": "host", "scratch_dir": None}
-    for more_keys, named in ((keys, True), ({}, False)):
-        config = example_32b(**more_keys)
-        small = nvme(host_memory="24 GB", gpu_memory="4 GiB")
-        plan = make(config, "nvme", small)
-        assert not plan.fits
-        report = text(plan, nearest(config, "nvme", small, 1))
-        assert ("Or a drive: --set offload.state_on=disk" in report) == named

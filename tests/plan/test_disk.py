@@ -15,7 +15,6 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.costs.disk import ASSUMED_GBPS
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import text
-from offloadtrain.plan.search.suggest import nearest
 from offloadtrain.plan.search.why import why
 from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.layout.formats import ADAM_MOMENTS

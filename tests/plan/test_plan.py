@@ -268,8 +268,10 @@ def test_nothing_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(suggest, "combinations", counted)
     (closest,) = nearest(small(), "test", tiny, 1)
-    # One sequence, then the shortest in the smallest pieces: more than these take no trace.
-    assert tried[1:] == [(1, 1, small().data.seq_len), (1, 1, suggest.SHORTEST)]
+    # One sequence, then the shortest in the smallest pieces: more than these take no trace. Then
+    # the job with state, weights and gradients on a drive.
+    assert tried[1:3] == [(1, 1, small().data.seq_len), (1, 1, suggest.SHORTEST)]
+    assert tried[3:] == 3 * tried[:1]
     assert not closest.plan.fits
     assert closest.plan.missing_bytes < planned(small(), tiny).missing_bytes
     assert "The least of all" in report.text(planned(small(), tiny), [closest])

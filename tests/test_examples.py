@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from offloadtrain.cli.main import main
+from tests.integrations.conftest import OF_RANKS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -27,6 +28,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in OF_RANKS:  # frameworks leave them in the process
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -27,6 +28,8 @@ def one_process() -> Iterator[None]:
         _leave_group()
         yield
         _leave_group()
+        for name in OF_RANKS:
+            os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

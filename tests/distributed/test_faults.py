@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -450,8 +451,16 @@ def test_a_rank_that_ends_while_the_ranks_meet_is_one_line(
         raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset")
 
     monkeypatch.setattr(Ranks, "of", reset)
+    detectors: list[FailureDetector] = []
+
+    def noted(*args: Any, **kwargs: Any) -> FailureDetector:
+        detectors.append(FailureDetector(*args, **kwargs))
+        return detectors[-1]
+
+    monkeypatch.setattr(distributed_run, "FailureDetector", noted)
     with pytest.raises(RankError, match="the connection of the ranks has lost another rank"):
         DistributedRun(RankInfo(0, 2), jobs.load(job), lambda _: 1, StopRequests())
+    detectors[0].close()  # or it ends this process, whose peer stays silent
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -247,14 +247,14 @@ def test_default(): print("ran on", kind())
 
 
 def test_each_value_is_run_in_one_case_and_a_failure_names_it() -> None:
-    seen = []
+    values = []
 
     @levels.each("value", [1, 2, 3])
     def check(other: int, value: int) -> None:
-        seen.append((other, value))
+        values.append((other, value))
         assert value < 3
 
     assert list(inspect.signature(check).parameters) == ["other"]
     with pytest.raises(AssertionError) as raised:
         check(other=7)
-    assert seen == [(7, 1), (7, 2), (7, 3)] and raised.value.__notes__ == ["value = 3"]
+    assert values == [(7, 1), (7, 2), (7, 3)] and raised.value.__notes__ == ["value = 3"]

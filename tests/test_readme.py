@@ -178,8 +178,8 @@ def test_a_model_is_pretrained_and_its_run_resumed(texts: Path, capsys: Captured
     assert main(small(train, 2)) == main(small(longer, 4)) == 0
     err = capsys.readouterr().err
     assert "resuming after step 2" in err
-    told = re.findall(r"The run: (\d+) steps.*\nrun: (.*)", err)
-    assert [steps for steps, run in told if "resuming" in run] == ["0", "2"], told
+    lines = re.findall(r"The run: (\d+) steps.*\nrun: (.*)", err)
+    assert [steps for steps, run in lines if "resuming" in run] == ["0", "2"], lines
     for command in listing:
         assert main(small(command)) == 0, command
     assert "small" in capsys.readouterr().out

@@ -56,8 +56,8 @@ def test_every_promise_names_what_shows_it() -> None:
         assert len(cells) == 3 and commands(cells[1]), cells
     for path, check, proof in paths:
         assert commands(proof) or check.startswith("**none**"), path
-    found = {command: missing(command) for command in commands(PAGE)}
-    assert {command: names for command, names in found.items() if names} == {}
+    absent = {command: missing(command) for command in commands(PAGE)}
+    assert {command: names for command, names in absent.items() if names} == {}
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
 
 def _with_faster_update(job: Config, planned: Callable[[Config], Planned]) -> Config:
     """Return the job in mode "speculative" if a step whose guesses are right gains enough. Where
-    more than half are wrong, that mode stops guessing, and is as fast as "exact"."""
+    more than half are wrong, that mode stops guessing, and updates as "exact" does."""
     exact = decided(_with_update(job, "exact"), planned)
     guessing = _with_update(job, "speculative")
     of_rule = optim_contradictions(job.optim, guessing.offload)

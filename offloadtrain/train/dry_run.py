@@ -66,8 +66,8 @@ class DryRunError(OffloadTrainError):
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool, Config]:
-    """Return the needs of a job, whether it fits, and the job with its decided sums, on its machine
-    or else on this one."""
+    """Return the needs of a job, whether it fits, and the job with its decided sums and update
+    mode, on its machine or else on this one."""
     described_job = described(config)
     name, machine = _machine(described_job)
     trace = needed_trace(described_job, machine, ranks)

@@ -266,8 +266,8 @@ def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path) -> None:
 
 def _sharegpt(system: str, turns: Rows) -> dict[str, Any]:
     names = {"user": "human", "assistant": "gpt"}
-    said = [{"from": names[turn["role"]], "value": turn["content"]} for turn in turns]
-    return {"id": "x1", "system": system, "conversations": said}
+    spoken = [{"from": names[turn["role"]], "value": turn["content"]} for turn in turns]
+    return {"id": "x1", "system": system, "conversations": spoken}
 
 
 def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None:

@@ -220,7 +220,7 @@ def plan(
         return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
     answer = None
     if question is None:
-        planned, alternatives, trace = _planned(config, name, target, gpus)
+        planned, alternatives, trace = _planned(config, name, target, gpus, compare=compare)
     else:
         answer, trace = _answer(question, name, target, gpus, save, count)
         planned, alternatives = answer.shown(as_json=as_json)
@@ -230,12 +230,15 @@ def plan(
 
 
 def _planned(
-    config: Config, name: str, target: Machine, ranks: int
+    config: Config, name: str, target: Machine, ranks: int, *, compare: bool
 ) -> tuple[Plan, Sequence[Change], Trace | None]:
     """Plan a job; return also what makes it fit if it does not, and the trace of its model."""
+    from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import suggest
 
     config, trace = _described(config, target, ranks)
+    if compare:
+        comparison.check(config, target)
     planned = suggest.planned(config, name, target, ranks, trace)
     if planned.fits:
         return planned, [], trace

@@ -56,16 +56,24 @@ def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
     the plan's.
 
     Raises:
-        ConfigError: the job is none that all of them can train.
+        ConfigError: see `check`.
     """
-    job = plan.job
-    if plan.machine.on_cpu or job.offload.precision == "fp32":
+    check(plan.job, plan.machine)
+    return [_ours(plan), *(_row(name, peer, plan, trace) for name, peer in PEERS.items())]
+
+
+def check(job: Config, machine: Machine) -> None:
+    """Check that all systems can train a job on a machine, before it is planned.
+
+    Raises:
+        ConfigError: one of them cannot.
+    """
+    if machine.on_cpu or job.offload.precision == "fp32":
         raise ConfigError("--compare is for 16-bit training on a GPU: choose a --machine with one")
     if job.num_trained < job.num_params:
         raise ConfigError("--compare is for training all weights: leave out model.lora")
     if job.optim.name not in ("adam", "adamw"):
         raise ConfigError(f"--compare is for Adam: optim.name = {job.optim.name!r}")
-    return [_ours(plan), *(_row(name, peer, plan, trace) for name, peer in PEERS.items())]
 
 
 def accuracy(system: str) -> Accuracy:

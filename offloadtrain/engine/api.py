@@ -18,11 +18,9 @@ from offloadtrain.config.offload import (
     OPTIONS,
     OffloadConfig,
     OffloadOptions,
-    OptionError,
     chosen_options,
 )
 from offloadtrain.config.option import described
-from offloadtrain.config.toml import shown
 from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
@@ -278,7 +276,6 @@ def attach(
     Args:
         ledger: that of the process's other engines.
     """
-    _check_scratch(chosen)
     ranks = division.replicas
     chosen.zero_stage_among(ranks.size)
     if optimizer_of(model) is not None:
@@ -302,18 +299,6 @@ def attach(
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()
     return optimizer
-
-
-def _check_scratch(config: OffloadConfig) -> None:
-    """Raises OptionError for anything on the disk without a folder for it, which a job has."""
-    if config.uses_disk and not config.memory.scratch_dir:
-        option = "working = 'disk'"
-        if config.state.disk_share:
-            option = f"state_on = {shown(config.state.tier)}"
-        raise OptionError(
-            f"{option} without scratch_dir: set it to a folder on a local drive, best an NVMe one, "
-            "which holds the state while the run lasts"
-        )
 
 
 def optimizer_of(model: nn.Module) -> OffloadOptimizer | None:

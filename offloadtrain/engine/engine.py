@@ -285,12 +285,11 @@ class Engine:
         access, ranks = self.gradient_access, self._ranks.everyone.size
         for bucket in (bucket for block in self._blocks for bucket in block.buckets):
             self.bring_gradients()
-            in_place = self.program.spec.is_single and not bucket.spec.gradient_on_disk
             for slot in bucket.slots:
                 yield (
                     slot.name,
                     access.of(bucket, slot)
-                    if in_place
+                    if access.shows(bucket)
                     # Clipped as the step will be: the gradient itself stays as it was measured.
                     else access.copy(bucket, slot, ranks).mul_(norm.coef),
                 )

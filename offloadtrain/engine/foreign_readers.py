@@ -93,11 +93,11 @@ class ParameterReaders:
     def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
         """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
         in the next step, the masters take over what it holds."""
-        block, _, slot = self._places[param]
+        _, bucket, slot = self._places[param]
         with past_the_class():
             kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
         # The engine changes the memory of streamed blocks, and in pipelines without flushes.
-        if kinds[0] != kinds[1] or block.streamed or block.graphs.versions > 1:
+        if kinds[0] != kinds[1] or bucket.moves:
             raise ParameterWriteError(
                 f"'{slot.name}'.data is set to another tensor (.to(), .data = …), of {kinds[0]}: "
                 f"offload() has fixed {kinds[1]}, and moves streamed parameters itself. Copy the "
@@ -218,7 +218,7 @@ class ParameterReaders:
 
     def _view(self, param: nn.Parameter, *, writes: bool, frame: FrameType) -> Tensor | None:
         (_, bucket, slot), program = self._places[param], self._engine.program
-        if not program.spec.is_single or program.buckets[bucket.name].gradient.file is not None:
+        if not self._engine.gradient_access.shows(bucket):
             where = "on the disk" if program.spec.is_single else "divided among ranks"
             raise GradientAccessError(
                 f"'{slot.name}'.grad is {where} between backward and step(): read it through "

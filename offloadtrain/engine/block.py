@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.engine.parameters import (
     OffloadedParameter,
     past_the_class,
@@ -22,6 +21,7 @@ from offloadtrain.engine.parameters import (
     set_unready,
 )
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
+from offloadtrain.runtime.tensor_parts import LocalPart
 
 
 class StaleGraphError(OffloadTrainError):

@@ -24,10 +24,10 @@ from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.division import Division, Measured
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Functions, Interpreter
-from offloadtrain.engine.local_part import is_divided
 from offloadtrain.engine.skipping import Usage
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.tensor_parts import is_divided
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program

@@ -57,9 +57,13 @@ def adam(
         "dispatch_us": dispatch_us,
         "rows": rows,
     }
-    title = f"{numel} parameters, medians of {rounds} rounds; DS: DeepSpeed"
-    dispatch = f"dispatch of one bucket: {dispatch_us:.1f} us"
-    show(as_json, facts, f"{title}\n", bench.table(rows), "", dispatch)
+    show(
+        as_json,
+        facts,
+        f"{numel} parameters, medians of {rounds} rounds; DS: DeepSpeed\n",
+        bench.table(rows),
+        f"\ndispatch of one bucket: {dispatch_us:.1f} us",
+    )
 
 
 def disk(
@@ -94,8 +98,8 @@ def disk(
     from offloadtrain.cli.bench import disk as bench
 
     rows = bench.run(folder, num_bytes, rounds, say)
-    title = f"medians of {rounds} rounds\n"
-    show(as_json, {"disk": list(map(asdict, rows))}, title, bench.table(rows))
+    facts = {"disk": list(map(asdict, rows))}
+    show(as_json, facts, f"medians of {rounds} rounds\n", bench.table(rows))
 
 
 def say(text: str) -> None:

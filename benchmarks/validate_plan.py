@@ -23,7 +23,7 @@ from benchmarks import calibration, planned_jobs
 from benchmarks.papers import PUBLISHED, SOFTWARE, largest_model, run_of, tflops, trained
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, gpipe_seconds, row
+from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, row
 from offloadtrain.plan.baselines.published import Run, step_times, too_large_for, zero_bytes
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -113,6 +113,11 @@ def _cell(measure: str, cell: Mapping[str, Any], machine: Machine) -> Cell:
         published=cell["published"],
         not_asserted=cell.get("not_asserted", ""),
     )
+
+
+def gpipe_seconds(stages: int, micro_batches: int) -> float:
+    """Return a step's time relative to one device, including the flush only."""
+    return (micro_batches + stages - 1) / (micro_batches * stages)
 
 
 def _planned(measure: str, cell: Mapping[str, Any], machine: Machine) -> float:

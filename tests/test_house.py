@@ -74,7 +74,7 @@ def test_vague_names_are_a_share_of_all_that_are_bound() -> None:
 
 
 def test_branches_on_placement() -> None:
-    assert house.placement_branches(ast.parse(BRANCHES)) == 4
+    assert len(house.placement_branches(ast.parse(BRANCHES))) == 4
 
 
 def test_the_profile_has_figures_and_the_table_has_today_and_goal() -> None:

@@ -1,6 +1,7 @@
 """Prints how large and how entangled the program is: "today | goal".
 
     python -m tools.house [--json] [--skip-cases]
+    python -m tools.house --branches
 
 The rules of counting stay as they are, so that figures of different commits can be compared:
 
@@ -23,6 +24,7 @@ The rules of counting stay as they are, so that figures of different commits can
   (except `device` alone and sizes, `..._numel` and `..._bytes`), or a member of Tier. Conditions
   are the tests of `if`, `while`, conditional expressions and comprehensions, subjects of `match`,
   and other boolean operations (`and`, `or`, `not`); one inside of another is a part of it.
+  `--branches` lists them.
 * Cases of tests: as many as `pytest --collect-only --level full` collects, GPU tests included.
 """
 
@@ -139,12 +141,12 @@ def vague_percent(trees: Iterable[ast.AST]) -> float:
     return 100 * sum(names[word] for word in VAGUE_WORDS) / max(names.total(), 1)
 
 
-def placement_branches(tree: ast.AST) -> int:
-    """Count the conditions that read an option or a predicate of placement."""
-    return sum(any(map(_reads_placement, ast.walk(test))) for test in _conditions(tree))
+def placement_branches(tree: ast.AST) -> list[ast.expr]:
+    """Return the conditions that read an option or a predicate of placement."""
+    return [test for test in _conditions(tree) if any(map(_reads_placement, ast.walk(test)))]
 
 
-def _conditions(tree: ast.AST) -> Iterator[ast.AST]:
+def _conditions(tree: ast.AST) -> Iterator[ast.expr]:
     """Yield every condition once: one inside of another is a part of it."""
     inside: set[ast.AST] = set()
     for node in ast.walk(tree):  # from the outside in
@@ -290,7 +292,7 @@ def measure(*, with_cases: bool = True) -> list[Figure]:
     monitor = parsed([ROOT / "tui"]).values()
     tests = parsed([ROOT / "tests"]).values()
     engine = parsed([ROOT / "offloadtrain" / "engine"]).values()
-    branching = [tree for file, tree in product.items() if _sees_layout(file)]
+    branching = (tree for file, tree in product.items() if _sees_layout(file))
     profiled = profile()
 
     def statements(trees: Iterable[ast.AST]) -> int:
@@ -307,7 +309,7 @@ def measure(*, with_cases: bool = True) -> list[Figure]:
         Figure("step(): files", profiled["step_files"], 18),
         Figure(
             "branches on placement outside the layout",
-            sum(map(placement_branches, branching)),
+            sum(len(placement_branches(tree)) for tree in branching),
             5,
         ),
         Figure(
@@ -339,14 +341,27 @@ def as_table(figures: Iterable[Figure]) -> str:
     return "\n".join(lines)
 
 
+def list_branches() -> Iterator[str]:
+    """Yield file, line and text of each branch on placement outside the layout."""
+    for file, tree in parsed([ROOT / "offloadtrain"]).items():
+        for test in placement_branches(tree) if _sees_layout(file) else ():
+            yield f"{file.relative_to(ROOT)}:{test.lineno}: {ast.unparse(test)}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Prints how large and entangled the program is.")
     parser.add_argument("--json", action="store_true", help="print one JSON object per figure")
     parser.add_argument("--skip-cases", action="store_true", help="do not collect the tests")
+    parser.add_argument(
+        "--branches", action="store_true", help="list the branches on placement, and nothing else"
+    )
     parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.profile:
         print(json.dumps(_profile()))
+        return
+    if options.branches:
+        print(*list_branches(), sep="\n")
         return
     figures = measure(with_cases=not options.skip_cases)
     if options.json:

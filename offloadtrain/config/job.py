@@ -414,10 +414,6 @@ def _is_none_of(values: Collection[object], value: object) -> bool:
     return value not in values
 
 
-def _is_many(count: object) -> bool:
-    return isinstance(count, int) and count > 1
-
-
 # (overridden key, the values that count, the key of the file that they make meaningless)
 _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("data.source", bool, "data.train"),
@@ -430,7 +426,7 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
 ]
 
 _GIVES_WAY += [
-    (f"ranks.{axis}", _is_many, f"train.{key}")
+    (f"ranks.{axis}", lambda count: isinstance(count, int) and count > 1, f"train.{key}")
     for axis in ("pipeline", "tensor", "expert")
     for key in ("sample_tokens", "sample_prompt")
 ]

@@ -18,11 +18,9 @@ from offloadtrain.config.offload import (
     OPTIONS,
     OffloadConfig,
     OffloadOptions,
-    OptionError,
     chosen_options,
 )
 from offloadtrain.config.option import described
-from offloadtrain.config.toml import shown
 from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
@@ -173,17 +171,22 @@ def _difference(value: Any, first: Any) -> str:
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
+class OffloadArguments(OffloadOptions, total=False):
+    """The keywords of `offload()`: what belongs to this process, and the options of
+    `OffloadConfig`, for editors and type checkers. `offload()` documents them."""
+
+    params: _Params | None
+    device: str | torch.device
+    process_group: Group | None
+    mesh: DeviceMesh | Division | None
+    param_init_fn: ParamInit | None
+
+
 def offload(
     model: nn.Module,
     rule: AnyRule | None = None,
     config: OffloadConfig | None = None,
-    *,
-    params: _Params | None = None,
-    device: str | torch.device = "auto",
-    process_group: Group | None = None,
-    mesh: DeviceMesh | Division | None = None,
-    param_init_fn: ParamInit | None = None,
-    **options: Unpack[OffloadOptions],
+    **options: Unpack[OffloadArguments],
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
 
@@ -213,10 +216,14 @@ def offload(
             with `param_init_fn`: then a full copy of the model never exists.
         rule: `AdamW(...)`, `Adam`, `Lion`, `SGD`, `Adagrad`, `LAMB`, `Muon` or your own
             (docs/extending.md); default AdamW().
-        config: the options in one object, instead of `options`.
+        config: the options in one object, instead of their keywords.
+        options: the keywords that follow.
+
+    Keywords:
         params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
             one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
+            Default: "auto".
         process_group: of torch.distributed, whose ranks share the state of this model: each keeps
             and updates its shard. Every one of them calls `offload`, `step` and so on at the same
             point. Default: all ranks where torch.distributed is initialised, else this process
@@ -232,7 +239,8 @@ def offload(
             the ranks of "dp" share that of their experts. "pp" or "tp" may stand beside these two.
         param_init_fn: gets each module that owns meta parameters or buffers, in the order of
             `model.modules()`, with memory and without values, and fills what it owns.
-        options: those of `OffloadConfig`, by their flat names or in groups.
+        weights, gradients, state, activations, sharding, memory: the options in groups, as
+            `OffloadConfig` has them, or each by its name.
 
     Raises:
         ModelError: a model that would not train correctly, naming the parameter.
@@ -242,18 +250,21 @@ def offload(
         ValueError, TypeError: arguments out of range, contradictory or of a wrong type.
     """
     check_arguments(model, rule)
+    on, mesh = options.pop("device", "auto"), options.pop("mesh", None)
+    params, param_init_fn = options.pop("params", None), options.pop("param_init_fn", None)
+    process_group = options.pop("process_group", None)
     chosen = chosen_options(config, options).checked()
-    on = resolve_device(device, chosen.precision)
+    device = resolve_device(on, chosen.precision)
     tell_of_long_waits()
     if mesh is not None and process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
     if mesh is not None:
-        division = _divided(mesh, on)
+        division = _divided(mesh, device)
     else:
-        division = Division(replicas=Ranks.of(process_group, on))
+        division = Division(replicas=Ranks.of(process_group, device))
         if chosen.skip_unused or any(map(is_distributed, model.parameters())):
-            division = _divided(division, on)
-    return attach(model, rule, params, chosen, on, division, param_init_fn)
+            division = _divided(division, device)
+    return attach(model, rule, params, chosen, device, division, param_init_fn)
 
 
 def _divided(mesh: DeviceMesh | Division, on: torch.device) -> Division:
@@ -278,7 +289,6 @@ def attach(
     Args:
         ledger: that of the process's other engines.
     """
-    _check_scratch(chosen)
     ranks = division.replicas
     chosen.zero_stage_among(ranks.size)
     if optimizer_of(model) is not None:
@@ -302,18 +312,6 @@ def attach(
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()
     return optimizer
-
-
-def _check_scratch(config: OffloadConfig) -> None:
-    """Raises OptionError for anything on the disk without a folder for it, which a job has."""
-    if config.uses_disk and not config.memory.scratch_dir:
-        option = "working = 'disk'"
-        if config.state.disk_share:
-            option = f"state_on = {shown(config.state.tier)}"
-        raise OptionError(
-            f"{option} without scratch_dir: set it to a folder on a local drive, best an NVMe one, "
-            "which holds the state while the run lasts"
-        )
 
 
 def optimizer_of(model: nn.Module) -> OffloadOptimizer | None:

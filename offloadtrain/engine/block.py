@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.engine.parameters import (
     OffloadedParameter,
     past_the_class,
@@ -22,6 +21,7 @@ from offloadtrain.engine.parameters import (
     set_unready,
 )
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
+from offloadtrain.runtime.tensor_parts import LocalPart
 
 
 class StaleGraphError(OffloadTrainError):
@@ -42,7 +42,7 @@ _Views = list[tuple[Callable[[Tensor], None], Tensor]]
 class Source(Protocol):
     """Brings a block's weights to where compute reads them."""
 
-    def use(self, block: Block) -> None: ...
+    def use(self, block: Block, *, expected: bool = True) -> None: ...
     def unpacked(self, block: Block, clock: int) -> None: ...
     def pinned(self, block: Block) -> bool: ...
 
@@ -50,7 +50,7 @@ class Source(Protocol):
 class _Closed:
     """The source of a block whose engine is closed: its parameters hold their weights."""
 
-    def use(self, block: Block) -> None: ...
+    def use(self, block: Block, *, expected: bool = True) -> None: ...
 
     def unpacked(self, block: Block, clock: int) -> None:
         raise StaleGraphError(
@@ -348,10 +348,9 @@ class Block:
             StaleGraphError: if they were replaced since the graph was built.
         """
         self.graphs.check(generation)
-        # Compute waits for the load, and the block is pinned: no prefetch evicts it while this
-        # backward reads it.
-        if self.streamed:
-            self.source.unpacked(self, clock)
+        # Where the block is streamed, compute waits for the load, and the block is pinned: no
+        # prefetch evicts it while this backward reads it.
+        self.source.unpacked(self, clock)
         self.graphs.begin(generation, self.weights)
 
     def runs_again(self) -> None:

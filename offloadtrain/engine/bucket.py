@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.buffers import MemoryMap
-from offloadtrain.engine.local_part import LocalPart, local
 from offloadtrain.engine.skipping import Usage
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.tensor_parts import LocalPart, is_distributed, local
 from offloadtrain.step.layout.block_spec import BucketSpec, MatrixSpec, padded, placed
 from offloadtrain.step.layout.buffers import BufferKey, Memory
 from offloadtrain.step.layout.formats import StateFormat, format_for

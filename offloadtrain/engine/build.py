@@ -96,7 +96,6 @@ def build(
         **_layer_modes(parts, config),
     )
     engine = Engine(
-        blocks,
         forward_hooks,
         lanes=lanes,
         program=program,

@@ -18,12 +18,11 @@ from torch import nn
 
 from offloadtrain.config.errors import InputError
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.local_part import local
 from offloadtrain.engine.parameters import OffloadedParameter, past_the_class
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.tensor_parts import is_distributed, local
 from offloadtrain.step.layout.formats import FORMATS
 
 _log = logging.getLogger(__name__)

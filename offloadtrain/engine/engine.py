@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
-from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport, warn_of_skips
+from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.modes import Decision
@@ -43,8 +43,17 @@ class PhaseGuard:
         self._gradients = gradients
         self._program = program
         self.closed = False
+        self.salvaged = False
+        """The device has failed, and the state on the host is that of a step."""
         self.in_flight = False
         """Microbatches of a pipeline without flushes may be between forward and backward."""
+        self.delay_goes_on = False
+        """Nothing is in flight, and the next step's forwards use older weights."""
+
+    @property
+    def is_over(self) -> bool:
+        """The lanes do nothing any more."""
+        return self.closed or self.salvaged
 
     @property
     def phase(self) -> Phase:
@@ -92,12 +101,137 @@ class PendingNorm(NamedTuple):
     micro_steps: int
 
 
+class StepGradients:
+    """The gradients of the step in progress that have arrived: measured and clipped, read and
+    changed by the user's code. See [Note: Gradients of the user] in `engine.gradient_access`.
+
+    Attributes:
+        access: the user's views of them.
+        norm: their norm, where it was measured before step().
+        reports: the count of steps, which another engine may take over.
+        drain: waits until all lanes are empty.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        gradients: Gradients,
+        norm_measure: NormMeasure,
+        guard: PhaseGuard,
+        reports: Reporter,
+        drain: Callable[[], None],
+    ) -> None:
+        self.program, self.gradients = program, gradients
+        self.norm_measure, self._guard = norm_measure, guard
+        self.reports, self.drain = reports, drain
+        self.access = GradientAccess(program, self._settle)
+        self.norm: Norm | None = None
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the step in progress; returns the norm before it. See [Note: Clipping].
+
+        Raises:
+            EngineError: without a backward, or where Adam runs inside backward.
+        """
+        norm = self.measure("clip_grad_norm_", max_norm)
+        before = norm.clipped
+        norm.clip(max_norm)
+        return before
+
+    def measure(self, asker: str, max_norm: float | None = None) -> Norm:
+        """Measure the norm of the step in progress, for a caller that may clip it; raises as
+        `clip`."""
+        self._guard.require_at_rest(asker)
+        self._guard.require_undecided(f"{asker}()")
+        self._take_back()
+        if max_norm is not None:
+            self.access.clipped_to = min(max_norm, self.access.clipped_to)
+        self.norm = self.norm or self.send(asker, max_norm)()
+        # Zeros of parameters without a gradient, and sums that go down.
+        self.gradients.in_transit = True
+        return self.norm
+
+    def norms_by_name(self) -> dict[str, float]:
+        """Measure the norm of each parameter's gradient; raises as `clip`, and EngineError where
+        other processes train other parameters."""
+        norms, names = self.measure("grad_norms").of_parameter, self.norm_measure.names
+        if len(norms) != len(names):
+            raise EngineError("grad_norms() of a model that is divided into stages")
+        return {name: norm for name, norm in zip(names, norms, strict=True) if name}
+
+    def by_name(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each trained parameter's gradient; see `OffloadOptimizer.gradients`."""
+        norm = self.measure("gradients")
+        access, ranks = self.access, self.norm_measure.ranks.everyone.size
+        for bucket in self.norm_measure.buckets:
+            self._bring()
+            for slot in bucket.slots:
+                yield (
+                    slot.name,
+                    access.of(bucket, slot)
+                    if access.shows(bucket)
+                    # Clipped as the step will be: the gradient itself stays as it was measured.
+                    else access.copy(bucket, slot, ranks).mul_(norm.coef),
+                )
+
+    def take_assigned(self) -> None:
+        """Send the gradients that code has put into `.grad`: they may be the step's only ones."""
+        if self.access.has_assigned:
+            self.access.has_assigned = False
+            self.gradients.take_assigned()
+
+    def _bring(self) -> None:
+        """Wait until the gradients are in their memory."""
+        if self.gradients.in_transit:
+            self.drain()
+            self.gradients.in_transit = False
+
+    def _settle(self) -> None:
+        """The user is about to read gradients where they are, or to write them."""
+        self._bring()
+        # Clipping leaves the gradients as they are. Whoever reads them afterwards expects them
+        # clipped.
+        norm, self.norm = self.norm, None
+        if norm is not None and norm.coef != 1.0:
+            self.drain()
+            for bucket in filter(self.access.has_left, self.norm_measure.buckets):
+                self.access.multiply(bucket, norm.coef)
+
+    def _take_back(self) -> None:
+        """The step is about to be measured: take over what code has done to its gradients."""
+        self.take_assigned()
+        if changed := self.access.take_changed():
+            # Kernels of the user may still write.
+            self.drain()
+            self.program.gradients_changed(changed)
+
+    def of_step(self, *, skip: bool) -> Norm:
+        """Return the norm that step() decides by, measured unless it is known; raises as
+        `Engine.step`."""
+        self._take_back()
+        # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
+        if self.norm is not None:
+            steps, coef = self.reports.counter.steps, self.norm.coef
+            self.norm_measure.check_after_clipping(steps, coef, skip=skip)
+        # Otherwise the training thread waits for results here, and nowhere else in a step: the
+        # decision to skip and the clip coefficient go into every launch of Adam.
+        return self.norm or self.send("step", skip=skip)()
+
+    def send(
+        self, asker: str, max_norm: float | None = None, *, skip: bool = False
+    ) -> Callable[[], Norm]:
+        """Wait for the squares of this engine, and send them to the others; see
+        `NormMeasure.send`."""
+        counter = self.reports.counter
+        scale = counter.undecided_scale
+        return self.norm_measure.send(asker, counter.steps, scale, max_norm, skip=skip)
+
+
 class Engine:
     """Drives blocks through steps. `OffloadOptimizer` is its face to the user."""
 
     def __init__(
         self,
-        blocks: Sequence[Block],
         forward_hooks: ForwardHooks,
         *,
         lanes: Lanes,
@@ -110,30 +244,23 @@ class Engine:
         ranks: Ranks,
     ) -> None:
         self.lanes = lanes
-        self.counter = StepCounter(program.spec.config)
-        self.last_step: StepReport | None = None
         self.program = program
         self._interpreter = interpreter
         self.functions = functions
         self.gradients = gradients
-        self.gradient_access = GradientAccess(program, self._settle_gradients)
-        self._norm_measure = norm_measure
         self.residency = residency
         self._ranks = ranks
-        self._forward_order: list[Block] | None = None
         self.forward_hooks = forward_hooks
         forward_hooks.on_root = self._begin_forward
         forward_hooks.on_blocks = gradients.forward_begins
         if not ranks.is_single:
             residency.on_backward = gradients.backward_reached
-        self._blocks = blocks
         self.guard = PhaseGuard(gradients, program)
-        self._reporter = Reporter(lanes, ranks)
-        self._norm: Norm | None = None
-        """The norm of the step in progress, where it was measured before step()."""
-        self._has_stepped = self.salvaged = self.delay_goes_on = False
-        """`delay_goes_on`: nothing is in flight, and the next step's forwards use older weights."""
-        self.warns_of_skips = True
+        self.reports = Reporter(lanes, ranks, program.spec.config)
+        self.step_gradients = StepGradients(
+            program, gradients, norm_measure, self.guard, self.reports, self._drain
+        )
+        self._has_stepped = False
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
@@ -141,15 +268,27 @@ class Engine:
 
     @property
     def forward_order(self) -> list[Block]:
-        """The order in which weights go up: rank 0's, among ranks, whose first use agrees on it."""
-        if self._ranks.is_single:
-            return self.forward_hooks.forward_order
-        if self._forward_order is None:
-            number = {block: i for i, block in enumerate(self._blocks)}
-            numbers = [number[block] for block in self.forward_hooks.forward_order]
-            agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-            self._forward_order = [self._blocks[int(i)] for i in agreed]
-        return self._forward_order
+        """The order in which weights go up: rank 0's, among ranks."""
+        is_single = self._ranks.is_single
+        return self.forward_hooks.forward_order if is_single else self._agreed_order
+
+    @cached_property
+    def _agreed_order(self) -> list[Block]:
+        """A collective: the first use agrees on it."""
+        blocks = [*self.residency.blocks.values()]
+        numbers = [blocks.index(block) for block in self.forward_hooks.forward_order]
+        agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
+        return [blocks[int(number)] for number in agreed]
+
+    @property
+    def counter(self) -> StepCounter:
+        """The count of steps."""
+        return self.reports.counter
+
+    @property
+    def salvaged(self) -> bool:
+        """The device has failed, and the state on the host is that of a step."""
+        return self.guard.salvaged
 
     def deliver(self, block: Block, slot: Slot) -> None:
         """Post-accumulate-grad hook of one parameter.
@@ -168,12 +307,13 @@ class Engine:
                 "through its discriminator, call model.requires_grad_(False) on this one before "
                 "its forward, and requires_grad_(True) after the backward"
             )
-        if self._norm is not None and self._norm.is_clipped:
+        norm = self.step_gradients.norm
+        if norm is not None and norm.is_clipped:
             raise EngineError(
                 "a backward between clip_grad_norm_() and step(): what it adds would not be "
                 "clipped. Clip after the last backward of a step"
             )
-        self._norm = None
+        self.step_gradients.norm = None
         arrival, complete = self.gradients.deliver(block, slot)
         if arrival is GradStatus.AGAIN:
             self.program.grads_repeated(block.name)
@@ -247,86 +387,6 @@ class Engine:
         self.guard.require_open("end_micro_step")
         self.gradients.end_micro_step()
 
-    def clip(self, max_norm: float) -> float:
-        """Clip the step in progress; returns the norm before it. See [Note: Clipping].
-
-        Raises:
-            EngineError: without a backward, or where Adam runs inside backward.
-        """
-        norm = self.measure("clip_grad_norm_", max_norm)
-        before = norm.clipped
-        norm.clip(max_norm)
-        return before
-
-    def measure(self, asker: str, max_norm: float | None = None) -> Norm:
-        """Measure the norm of the step in progress, for a caller that may clip it; raises as
-        `clip`."""
-        self.guard.require_at_rest(asker)
-        self.guard.require_undecided(f"{asker}()")
-        self._take_back_gradients()
-        if max_norm is not None:
-            self.gradient_access.clipped_to = min(max_norm, self.gradient_access.clipped_to)
-        self._norm = self._norm or self._measure(asker, max_norm)
-        # Zeros of parameters without a gradient, and sums that go down.
-        self.gradients.in_transit = True
-        return self._norm
-
-    def grad_norms(self) -> dict[str, float]:
-        """Measure the norm of each parameter's gradient; raises as `clip`, and EngineError where
-        other processes train other parameters."""
-        norms, names = self.measure("grad_norms").of_parameter, self._norm_measure.names
-        if len(norms) != len(names):
-            raise EngineError("grad_norms() of a model that is divided into stages")
-        return {name: norm for name, norm in zip(names, norms, strict=True) if name}
-
-    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each trained parameter's gradient; see `OffloadOptimizer.gradients`."""
-        norm = self.measure("gradients")
-        access, ranks = self.gradient_access, self._ranks.everyone.size
-        for bucket in (bucket for block in self._blocks for bucket in block.buckets):
-            self.bring_gradients()
-            in_place = self.program.spec.is_single and not bucket.spec.gradient_on_disk
-            for slot in bucket.slots:
-                yield (
-                    slot.name,
-                    access.of(bucket, slot)
-                    if in_place
-                    # Clipped as the step will be: the gradient itself stays as it was measured.
-                    else access.copy(bucket, slot, ranks).mul_(norm.coef),
-                )
-
-    def take_assigned_gradients(self) -> None:
-        """Send the gradients that code has put into `.grad`: they may be the step's only ones."""
-        if self.gradient_access.has_assigned:
-            self.gradient_access.has_assigned = False
-            self.gradients.take_assigned()
-
-    def bring_gradients(self) -> None:
-        """Wait until the gradients are in their memory."""
-        if self.gradients.in_transit:
-            self._drain()
-            self.gradients.in_transit = False
-
-    def _settle_gradients(self) -> None:
-        """The user is about to read gradients where they are, or to write them."""
-        self.bring_gradients()
-        # Clipping leaves the gradients as they are. Whoever reads them afterwards expects them
-        # clipped.
-        norm, self._norm = self._norm, None
-        if norm is not None and norm.coef != 1.0:
-            self._drain()
-            buckets = [bucket for block in self._blocks for bucket in block.buckets]
-            for bucket in filter(self.gradient_access.has_left, buckets):
-                self.gradient_access.multiply(bucket, norm.coef)
-
-    def _take_back_gradients(self) -> None:
-        """The step is about to be measured: take over what code has done to its gradients."""
-        self.take_assigned_gradients()
-        if changed := self.gradient_access.take_changed():
-            # Kernels of the user may still write.
-            self._drain()
-            self.program.gradients_changed(changed)
-
     def step(self, *, skip: bool = False) -> StepReport:
         """Measure the norm, skip or clip, then launch Adam and uploads; returns before these are
         done.
@@ -343,16 +403,9 @@ class Engine:
         self.guard.require_at_rest("step")
         if skip:
             self.guard.require_undecided("step(skip=True)")
-        self._take_back_gradients()
-        # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
-        if self._norm is not None:
-            coef = self._norm.coef
-            self._norm_measure.check_after_clipping(self.counter.steps, coef, skip=skip)
-        # Otherwise the training thread waits for results here, and nowhere else in a step: the
-        # decision to skip and the clip coefficient go into every launch of Adam.
-        norm = self._norm or self._measure("step", skip=skip)
-        micro_steps, clipped_to = self.gradients.micro_steps, self.gradient_access.clipped_to
-        self.gradient_access.end_step()
+        norm = self.step_gradients.of_step(skip=skip)
+        micro_steps, clipped_to = self.gradients.micro_steps, self.step_gradients.access.clipped_to
+        self.step_gradients.access.end_step()
         decision = self._launch_update(norm, skip=skip, clipped_to=clipped_to)
         self.gradients.drop()
         self.program.end_step()
@@ -369,8 +422,7 @@ class Engine:
         """
         self.guard.require_open("step")
         # Waits for the host's last norm here, and not for any other rank.
-        receive = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
-        pending = PendingNorm(receive, self.gradients.micro_steps)
+        pending = PendingNorm(self.step_gradients.send("step"), self.gradients.micro_steps)
         self.gradients.drop(in_flight=False)
         self.program.close_sums()
         return pending
@@ -414,24 +466,19 @@ class Engine:
         self._interpreter.journal.decide()
         self.counter.decide(skipped=skipped, overflow=overflow)
         if not skipped:
-            self._norm_measure.count_steps()
+            self.step_gradients.norm_measure.count_steps()
         # Only launches: Adam and uploads run during the next forward, whose blocks wait for theirs.
         self._interpreter.run_update(self.program.norm_known, order, decision)
-        self._norm = None
+        self.step_gradients.norm = None
         return decision
 
     def _conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
-        speculation = self.program.speculation
-        self.last_step = self._reporter.report(
-            self.counter, norm, decision, micro_steps, speculation
-        )
+        report = self.reports.report(norm, decision, micro_steps, self.program.speculation)
         self._has_stepped = True
         # The step is done and reported: raising before would have left it half done.
         self.program.verify()
-        if self.warns_of_skips and self._ranks.rank == 0:
-            warn_of_skips(self.last_step)
-        self.counter.update_scale()
-        return self.last_step
+        self.reports.end_step(report)
+        return report
 
     def salvage(self, failure: BaseException) -> None:
         """After a failure of the device: make the state on the host that of `step_count`, without
@@ -445,7 +492,7 @@ class Engine:
             raise SalvageError(lost)
         self._interpreter.salvage(failure)
         self.counter.update_scale()
-        self.salvaged = True
+        self.guard.salvaged = True
         # The lanes are at rest: nothing writes this memory any more.
         for block in self.residency.streamed:
             block.views.show_host()
@@ -462,7 +509,7 @@ class Engine:
         """
         self.guard.require_between_steps("replace the weights")
         self._interpreter.journal.forget()
-        self.delay_goes_on = delayed
+        self.guard.delay_goes_on = delayed
         set_ = self.program.resume_delay if delayed else self.program.upload_masters
         self._interpreter.run_update(set_)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
@@ -491,7 +538,7 @@ class Engine:
 
     def finish_averages(self) -> None:
         """Wait until the calls that `average` has launched are done."""
-        if not (self.guard.closed or self.salvaged):
+        if not self.guard.is_over:
             self._interpreter.run(self.program.wait_for_averages)
 
     def finish_writing(self) -> None:
@@ -507,7 +554,7 @@ class Engine:
         """
         self.guard.require_at_rest("zero_grad()")
         self.forward_hooks.end_interrupted()
-        self._norm = None
+        self.step_gradients.norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.failure is not None and not self._interpreter.is_inconsistent:
             # First, as operations in flight still use the memory that is released below.
@@ -516,7 +563,7 @@ class Engine:
             self.program.reset()
             self.residency.reset()
             self._interpreter.failure = None
-        self.gradient_access.end_step()
+        self.step_gradients.access.end_step()
         self.gradients.drop()
         # Copies down in flight need no wait: the next step's write the same memory after them.
         self._interpreter.run_update(self.program.drop)
@@ -524,13 +571,13 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
-        if not (self.guard.closed or self.salvaged):
+        if not self.guard.is_over:
             self.end_delay()
             self._drain()
 
     def end_delay(self) -> None:
         """Between steps, launch the uploads that mode "delayed" holds back."""
-        if not (self.guard.closed or self.salvaged):
+        if not self.guard.is_over:
             self.guard.require_at_rest("reading the newest weights")
             self.forward_hooks.end_interrupted()
             # Inside a step they stay: backward may need the old weights.
@@ -549,7 +596,7 @@ class Engine:
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step()."""
-        self._reporter.sample_timeline()
+        self.reports.sample_timeline()
 
     def _begin_forward(self) -> ForwardHooks | None:
         self.gradients.begin_root_forward()
@@ -560,8 +607,7 @@ class Engine:
     def go_on_from(self, other: Engine) -> None:
         """Take over the count of steps and the reports of an engine of the same model, before the
         first step."""
-        self.counter, self._reporter = other.counter, other._reporter
-        self.last_step, self.warns_of_skips = other.last_step, other.warns_of_skips
+        self.reports = self.step_gradients.reports = other.reports
         self.functions.seed = other.functions.seed
 
     def leave(self) -> list[Removable]:
@@ -580,22 +626,16 @@ class Engine:
         self.guard.closed = True
         # First, and also if the GPU has failed: the model is an ordinary one again.
         self.forward_hooks.close()
-        self.forward_hooks.on_root = lambda: None  # a cycle of references to this engine
+        # Cycles of references to this engine end here.
+        self.forward_hooks.on_root = self.step_gradients.drain = lambda: None
         self.attached += self.casts
         while self.attached:
             self.attached.pop().remove()
         # Drains: weights are copied out of host memory next, which the caller then gives back.
         drain()
         self._interpreter.failure = None
-        self.gradient_access.end_step()
+        self.step_gradients.access.end_step()
         self.residency.close()
-
-    def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:
-        """Wait for the norm of the step; raises as `NormMeasure.send`, and what it returns."""
-        counter = self.counter
-        return self._norm_measure.send(
-            asker, counter.steps, counter.undecided_scale, max_norm, skip=skip
-        )()
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.undecided_scale * self._ranks.everyone.size

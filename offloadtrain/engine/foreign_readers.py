@@ -32,7 +32,6 @@ from offloadtrain.engine.parameters import (
     observe,
     past_the_class,
     release,
-    set_unready,
 )
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.engine.weights import WeightsIO
@@ -72,8 +71,7 @@ class ParameterReaders:
         observe((param for _, param in self._named), self)
         # The first read of each block reports it: weights go up in the order of the first reads.
         for block in engine.residency.blocks.values():
-            set_unready(block.views.params)
-            block.views.ready = False
+            block.views.set_ready(ready=False)
 
     def remove(self) -> None:
         """Make them ordinary parameters again."""
@@ -93,11 +91,11 @@ class ParameterReaders:
     def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
         """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
         in the next step, the masters take over what it holds."""
-        block, _, slot = self._places[param]
+        _, bucket, slot = self._places[param]
         with past_the_class():
             kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
         # The engine changes the memory of streamed blocks, and in pipelines without flushes.
-        if kinds[0] != kinds[1] or block.streamed or block.graphs.versions > 1:
+        if kinds[0] != kinds[1] or bucket.moves:
             raise ParameterWriteError(
                 f"'{slot.name}'.data is set to another tensor (.to(), .data = …), of {kinds[0]}: "
                 f"offload() has fixed {kinds[1]}, and moves streamed parameters itself. Copy the "
@@ -155,7 +153,7 @@ class ParameterReaders:
             first = next(each for each in params if each.requires_grad and each in self._places)
             if param is not first:
                 return None
-            norm = self._engine.measure("clip_grad_norm_", float(call["max_norm"]))
+            norm = self._engine.step_gradients.measure("clip_grad_norm_", float(call["max_norm"]))
             total = torch.tensor([norm.clipped], dtype=torch.float64, device="cpu")
             together = total.as_subclass(ClippedTogether)
             together.on_factor = norm.multiply
@@ -178,13 +176,13 @@ class ParameterReaders:
                 if (view := self._view(param, writes=True, frame=frame)) is not None:
                     view.zero_() if grad is None else view.copy_(grad)
             if grad is None:
-                emptied = self._engine.gradient_access.emptied
+                emptied = self._engine.step_gradients.access.emptied
                 emptied.add(self._places[param][2])
                 if len(emptied) == sum(trained.requires_grad for _, trained in self._named):
                     self._engine.drop_gradients()
             return True
         if grad is not None and not in_backward() and self._engine.program.spec.is_single:
-            self._engine.gradient_access.has_assigned = True
+            self._engine.step_gradients.access.has_assigned = True
         return False
 
     def _has_left(self, param: nn.Parameter) -> bool:
@@ -193,7 +191,7 @@ class ParameterReaders:
         if phase not in (Phase.BACKWARD, Phase.ACCUMULATED) or in_backward():
             return False
         _, bucket, _ = self._places[param]
-        left = self._engine.gradient_access.has_left(bucket)
+        left = self._engine.step_gradients.access.has_left(bucket)
         if left and gradient_of(param) is not None:
             # A second gradient of the same backward: it joins the first.
             self._engine.end_micro_step()
@@ -218,7 +216,7 @@ class ParameterReaders:
 
     def _view(self, param: nn.Parameter, *, writes: bool, frame: FrameType) -> Tensor | None:
         (_, bucket, slot), program = self._places[param], self._engine.program
-        if not program.spec.is_single or program.buckets[bucket.name].gradient.file is not None:
+        if not self._engine.step_gradients.access.shows(bucket):
             where = "on the disk" if program.spec.is_single else "divided among ranks"
             raise GradientAccessError(
                 f"'{slot.name}'.grad is {where} between backward and step(): read it through "
@@ -240,7 +238,7 @@ class ParameterReaders:
                 "loss, optimizer.loss_scale times the gradient. step() divides by it",
                 *(slot.name, line_of(frame)),
             )
-        return self._engine.gradient_access.of(bucket, slot)
+        return self._engine.step_gradients.access.of(bucket, slot)
 
     def _warn_once(self, message: str, name: str, line: str) -> None:
         # An engine's gradients are of one kind: there is one warning of them.

@@ -148,6 +148,11 @@ class GradientAccess:
         """Tell whether gradients of the step have left the `.grad` of this bucket's parameters."""
         return bucket.is_trained and self._program.buckets[bucket.name].gradient.touched
 
+    def shows(self, bucket: Bucket) -> bool:
+        """Tell whether `of` can view gradients: neither in shards nor on the disk."""
+        gradient = self._program.buckets[bucket.name].gradient
+        return self._program.spec.is_single and gradient.file is None
+
     def of(self, bucket: Bucket, slot: Slot) -> GradientView:
         """Return the view of a parameter's gradient, which has left."""
         if slot not in self._views:

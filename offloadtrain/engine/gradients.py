@@ -45,9 +45,9 @@ from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Delivered, Slot
 from offloadtrain.engine.interpreter import Functions, Interpreter
-from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.engine.parameters import gradient_of, set_gradient, take_gradient
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import LocalPart
 from offloadtrain.step.program.program import Program
 
 

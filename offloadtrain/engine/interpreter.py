@@ -16,7 +16,6 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Delivered, Slot
 from offloadtrain.engine.buffers import Ranges
-from offloadtrain.engine.local_part import local
 from offloadtrain.engine.salvage import Call, UpdateJournal
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
@@ -28,6 +27,7 @@ from offloadtrain.runtime.lanes import Lanes, Range, copy, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.tensor_parts import local
 from offloadtrain.step.program.operations import (
     Allocate,
     Enter,

@@ -24,10 +24,10 @@ from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.division import Division, Measured
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Functions, Interpreter
-from offloadtrain.engine.local_part import is_divided
 from offloadtrain.engine.skipping import Usage
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.tensor_parts import is_divided
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
@@ -76,6 +76,7 @@ class NormMeasure:
     """Measures the norm of an engine's step, together with those of the rest of the model.
 
     Attributes:
+        buckets: the trained ones.
         ranks: those that share the state of the parameters.
         names: of the model's parameters, in order; "" stands for one that is not trained.
         divided: numbers of the parameters of which other ranks hold other parts.
@@ -91,8 +92,7 @@ class NormMeasure:
         functions: Functions,
         division: Division,
     ) -> None:
-        """`buckets`: the trained ones."""
-        self._buckets = buckets
+        self.buckets = buckets
         self._sums = [program.buckets[bucket.name].gradient for bucket in buckets]
         self._program, self._interpreter = program, interpreter
         self._gradients, self._functions = gradients, functions
@@ -199,7 +199,7 @@ class NormMeasure:
         if len(set(tiers)) == 1:
             return self._of_tier[_measured(tiers[0])]
         squares = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
-        for bucket, tier in zip(self._buckets, tiers, strict=True):
+        for bucket, tier in zip(self.buckets, tiers, strict=True):
             indices = [slot.index for slot in bucket.slots]
             squares[indices] = self._of_tier[_measured(tier)][indices]
         return squares

@@ -234,7 +234,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     @property
     def last_step(self) -> StepReport | None:
         """The report of the last `step()`, None before the first."""
-        return self._engine.last_step
+        return self._engine.reports.last_step
 
     @property
     def loss_scale(self) -> float:
@@ -249,11 +249,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     @property
     def warns_of_skips(self) -> bool:
         """True to log a warning of three skips in a row; False where the caller reports skips."""
-        return self._engine.warns_of_skips
+        return self._engine.reports.warns_of_skips
 
     @warns_of_skips.setter
     def warns_of_skips(self, value: bool) -> None:
-        self._engine.warns_of_skips = value
+        self._engine.reports.warns_of_skips = value
 
     def backward(self, loss: Tensor, *, divide: bool = True) -> None:
         """Run backward of one microbatch: divides by `grad_accum_steps`, applies the loss scale.
@@ -320,7 +320,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if not max_norm >= 0:
             raise ValueError(f"max_norm = {max_norm} is not a number of at least 0")
         self._tell_of_local_norm("clip_grad_norm_")
-        norm = self._engine.clip(float(max_norm))
+        norm = self._engine.step_gradients.clip(float(max_norm))
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
@@ -336,7 +336,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         Raises:
             EngineError: as `clip_grad_norm_`.
         """
-        return self._engine.whole_gradients()
+        return self._engine.step_gradients.by_name()
 
     def grad_norms(self) -> dict[str, float]:
         """Return parameter name → norm of its gradient, unscaled and before clipping, after the
@@ -348,7 +348,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         Raises:
             EngineError: as `clip_grad_norm_`, or the model is divided into pipeline stages.
         """
-        return self._engine.grad_norms()
+        return self._engine.step_gradients.norms_by_name()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: bool = False) -> Any:
@@ -374,7 +374,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._engine.take_assigned_gradients()
+        self._engine.step_gradients.take_assigned()
         # Among ranks the others may have had a backward, and would wait for this one.
         guard = self._engine.guard
         if self._division.size == 1 and guard.phase is Phase.FORWARD and not guard.in_flight:

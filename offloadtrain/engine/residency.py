@@ -23,8 +23,27 @@ from offloadtrain.step.program.streaming import StreamError
 _log = logging.getLogger(__name__)
 
 
+class Resident:
+    """The source of blocks that stay on the device: compute waits for an upload, never a load."""
+
+    def __init__(self, use: Callable[..., None]) -> None:
+        """`use`: tells the program of a use, by the block's name."""
+        self._use = use
+
+    def use(self, block: Block, *, expected: bool = True) -> None:
+        # Compute waits for the block's own upload; later blocks' uploads run during its forward.
+        self._use(block.name)
+        block.views.set_ready(ready=True)
+
+    def unpacked(self, block: Block, clock: int) -> None:
+        """The weights are where the graph left them."""
+
+    def pinned(self, block: Block) -> bool:
+        return block.forwards > 0
+
+
 class Residency:
-    """Reports uses to the program, and carries out its slot changes.
+    """Reports uses to the program, and carries out its slot changes. The source of streamed blocks.
 
     Pins: see [Note: Streaming] in `step.program.streaming`.
 
@@ -39,8 +58,10 @@ class Residency:
     def __init__(self, blocks: Sequence[Block], program: Program, memory: MemoryMap) -> None:
         self.stationary: list[Block] = []
         self.streamed: list[Block] = []
+        resident = Resident(lambda name: self.interpreter.run(program.use, name))
         for block in blocks:
             (self.streamed if block.streamed else self.stationary).append(block)
+            block.source = self if block.streamed else resident
         self.is_single = program.spec.is_single
         self._program = program
         self.memory = memory
@@ -60,7 +81,6 @@ class Residency:
         """Called in front of a use in backward, with the clock that it has come to, and the block
         whose forward runs again there."""
         for block in blocks:
-            block.source = self
             for bucket in block.all_buckets:
                 bucket.memory = memory
         for bucket in (bucket for block in self.streamed for bucket in block.all_buckets):
@@ -108,11 +128,6 @@ class Residency:
 
     def use(self, block: Block, *, expected: bool = True) -> None:
         """Compute is about to read the block; `expected`: see `Streaming.use`."""
-        # Compute waits for the block's own upload; later blocks' uploads run during its forward.
-        if not block.streamed:
-            self.interpreter.run(self._program.use, block.name)
-            block.views.set_ready(ready=True)
-            return
         # Backwards that are over release their pins: those inside the current one have larger
         # numbers, and outside of any backward all are over.
         now = torch._C._current_graph_task_id()
@@ -194,7 +209,7 @@ class Residency:
             block.leave_device()
 
     def pinned(self, block: Block) -> bool:
-        """Tell whether a forward or a backward in progress needs the block's slot."""
+        """Tell whether a forward or a backward in progress needs the streamed block's slot."""
         return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
 
     def shows_host(self, block: Block) -> bool:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.local_part import is_divided
 from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
-from offloadtrain.runtime.tensor_parts import PartError, Range, Share
+from offloadtrain.runtime.tensor_parts import PartError, Range, Share, is_divided
 from offloadtrain.step.program.operations import Written
 
 WORKING = "working"

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from offloadtrain.engine.local_part import local
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime.lanes import Buffer, Operation
 from offloadtrain.runtime.lanes.base import LaneTotals
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import Share
+from offloadtrain.runtime.tensor_parts import Share, local
 from offloadtrain.step.layout.skipping import experts_in, skips
 from offloadtrain.step.program.operations import Launch
 

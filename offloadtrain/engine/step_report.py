@@ -213,9 +213,17 @@ class StepCounter:
 
 
 class Reporter:
-    """Reports steps, with what the lanes did since the step before."""
+    """Counts steps and reports them, with what the lanes did since the step before.
 
-    def __init__(self, lanes: Lanes, ranks: Ranks) -> None:
+    Attributes:
+        last_step: the report of the last step; None before the first.
+        warns_of_skips: log a warning of skips in a row.
+    """
+
+    def __init__(self, lanes: Lanes, ranks: Ranks, config: OffloadConfig) -> None:
+        self.counter = StepCounter(config)
+        self.last_step: StepReport | None = None
+        self.warns_of_skips = True
         self._lanes, self._ranks = lanes, ranks
         self._totals = lanes.read_totals()
         self._sampling = False
@@ -226,27 +234,22 @@ class Reporter:
         self._lanes.start_timeline()
 
     def report(
-        self,
-        counter: StepCounter,
-        norm: Norm,
-        decision: Decision,
-        micro_steps: int,
-        speculation: Speculation,
+        self, norm: Norm, decision: Decision, micro_steps: int, speculation: Speculation
     ) -> StepReport:
-        """Report the step that `counter` counted last, before its loss scale changes."""
+        """Report the step that was counted last, before its loss scale changes."""
         sampled, self._sampling = self._sampling, False
         timeline = self._lanes.end_timeline() if sampled else None
         totals = self._lanes.read_totals()
         spent, self._totals = totals.minus(self._totals), totals
-        return StepReport(
-            step=counter.steps,
+        self.last_step = StepReport(
+            step=self.counter.steps,
             skipped=decision.skipped,
             grad_norm=norm.value,
-            skipped_in_a_row=counter.skipped_in_a_row,
+            skipped_in_a_row=self.counter.skipped_in_a_row,
             nonfinite=tuple(norm.nonfinite),
             nonfinite_ranks=() if self._ranks.is_single else tuple(norm.nonfinite.values()),
             clip_coef=decision.coef,
-            loss_scale=counter.undecided_scale,
+            loss_scale=self.counter.undecided_scale,
             micro_steps=micro_steps,
             early_buckets=speculation.buckets,
             speculation_hit=speculation.right,
@@ -259,3 +262,14 @@ class Reporter:
             disk_written_bytes=spent.disk_written_bytes,
             sampled=timeline,
         )
+        return self.last_step
+
+    def end_step(self, report: StepReport) -> None:
+        """Warn of skips, and tell the loss scale of the step.
+
+        Raises:
+            LossScaleError: see `LossScaler.update`.
+        """
+        if self.warns_of_skips and self._ranks.rank == 0:
+            warn_of_skips(report)
+        self.counter.update_scale()

@@ -27,7 +27,6 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.division import Division
-from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as, rebuilt
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
@@ -39,7 +38,14 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.tensor_parts import (
+    LocalPart,
+    is_distributed,
+    is_divided,
+    local,
+    part_as,
+    rebuilt,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -84,7 +84,7 @@ class Sampler:
     ) -> None:
         self._emit = emit
         self._interval_s = interval_s
-        self._nvml = nvml or Nvml()
+        self.nvml = nvml or Nvml()
         self._process = psutil.Process()
         # The first call only sets the reference.
         _or_default(lambda: self._process.cpu_percent(), 0.0)
@@ -101,8 +101,8 @@ class Sampler:
             host_available_bytes=host_available_bytes(),
             host_total_bytes=host_memory_bytes(),
             swap_used_bytes=_or_default(lambda: psutil.swap_memory().used, 0),
-            gpus=self._nvml.sample(),
-            gpu_state=self._nvml.state,
+            gpus=self.nvml.sample(),
+            gpu_state=self.nvml.state,
             host_cpu_percent=cpus * _or_default(psutil.cpu_percent, 0.0),
             host_cpus=cpus,
         )

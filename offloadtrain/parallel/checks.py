@@ -17,10 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from offloadtrain.engine.checks import ModelError
-from offloadtrain.engine.local_part import is_divided
 from offloadtrain.optim import AnyRule, keeps_whole
 from offloadtrain.runtime.process_group import RankError, Ranks
-from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
+from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed, is_divided
 
 _ALIKE = 1e-2
 """Of a sum of squares: what the parts of one gradient may differ by."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.engine.bucket import Bucket, Delivered, Slot
-from offloadtrain.engine.local_part import local
 from offloadtrain.engine.skipping import entries_in
 from offloadtrain.optim import AnyRule, UpdateRule, keeps_whole
 from offloadtrain.runtime import kernels
@@ -24,7 +23,7 @@ from offloadtrain.runtime.kernels import BLOCK, KernelCalls, Layout
 from offloadtrain.runtime.lanes import Buffer, Operation, copy
 from offloadtrain.runtime.lanes.base import LaneTotals
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import Share
+from offloadtrain.runtime.tensor_parts import Share, local
 from offloadtrain.step.layout.buffers import BufferKey, Memory
 from offloadtrain.step.layout.skipping import STACKED_AXES, skips
 from offloadtrain.step.layout.tiers import Tier

@@ -37,6 +37,7 @@ import xxhash
 from torch import Tensor
 
 from offloadtrain.config.errors import ConfigError, DiskError
+from offloadtrain.config.offload import OptionError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.direct_io import (
     BLOCK,
@@ -50,7 +51,7 @@ from offloadtrain.hardware.file_system import IN_MEMORY, free_bytes, kind_of
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.thread_pools import started_pool
-from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Rows, largest_owners
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Rows, by_owner, largest_owners
 from offloadtrain.step.layout.tiers import Tier
 
 _Move = Callable[[memoryview, int], None]
@@ -61,10 +62,10 @@ class DiskArena:
     """One rank's scratch file. Closed by its owner after draining the lanes."""
 
     def __init__(self, ledger: Ledger, folder: str | None, *, in_memory: bool = False) -> None:
-        """`folder`: None: nothing will be mapped. `in_memory`: it may be on a file system in host
+        """`folder`: None: `map` refuses all rows. `in_memory`: it may be on a file system in host
         memory."""
         self._ledger = ledger
-        self._folder = Path(folder or "")
+        self._has_folder, self._folder = bool(folder), Path(folder or "")
         self._in_memory = in_memory
         self._booked: list[tuple[BufferKey, BufferSpec]] = []
         self._offsets: list[int] = []
@@ -81,7 +82,7 @@ class DiskArena:
         """Make the file; return zeroed 1-D tensors, views of it, in the order of the rows.
 
         Raises:
-            ConfigError: there is no such folder.
+            OptionError, ConfigError: no folder was set, or it is not there.
             DiskError: the folder is in memory, has too little space, or cannot be written.
         """
         if not rows:
@@ -204,6 +205,13 @@ class DiskArena:
         )
 
     def _check(self, rows: Rows, num_bytes: int) -> None:
+        if not self._has_folder:
+            owners = ", ".join(by_owner(rows.values()))
+            raise OptionError(
+                f"{owners} on the disk (state_on or working = 'disk') without scratch_dir: set it "
+                "to a folder on a local drive, best an NVMe one, which holds them while the run "
+                "lasts"
+            )
         if not self._folder.is_dir():  # made silently, a mistyped mount point fills another disk
             raise ConfigError(
                 f"scratch_dir = '{self._folder}' is not there: make it on the drive that is to "

@@ -1,4 +1,8 @@
-"""What a rank of tensor parallel holds of a parameter, as ranges of the whole one.
+"""What this rank holds of a parameter: all of it, or the local part of a DTensor.
+
+Tensor parallelism (`parallelize_module`) replaces parameters by DTensors, whose shape is that of
+the whole matrix. The engine moves, sums and updates the parts of ranks as it does whole parameters;
+checkpoints name them as ranges of the whole.
 
 [Note: Parts of matrices]
 A DTensor that `parallelize_module` has made is divided along one dimension. Its part is one range
@@ -19,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from offloadtrain.config.errors import OffloadTrainError
 
@@ -91,6 +96,77 @@ def holds_experts(tensor: Any) -> bool:
     return bool(tensor.device_mesh.mesh_dim_names == (EXPERTS,))
 
 
+class LocalPart:
+    """A DTensor parameter, whose `data` is what this rank holds of it."""
+
+    __slots__ = ("param",)
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+
+    @property
+    def data(self) -> Tensor:
+        local_tensor: Tensor = self.param._local_tensor
+        return local_tensor
+
+    @data.setter
+    def data(self, view: Tensor) -> None:
+        before = self.data._version
+        # Counts writes of its own, as a parameter does whose data is set: not the engine's, into
+        # the buffer that is viewed.
+        self.param._local_tensor = view.data
+        while self.data._version < before:
+            increment_version(self.data)
+
+    def of_gradient(self, grad: Any) -> Tensor:
+        """Return this rank's part of a gradient. One that is still to be summed is summed here, in
+        a collective of the mesh: its ranks run the same backward."""
+        if grad.placements != self.param.placements:
+            grad = grad.redistribute(placements=self.param.placements)
+        local_tensor: Tensor = grad._local_tensor
+        return local_tensor
+
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Make it a DTensor of this dtype on this device, the same object."""
+        moved = self.data.to(device, dtype)
+        made = nn.Parameter(rebuilt(self.param, moved), self.param.requires_grad)
+        torch.utils.swap_tensors(self.param, made)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    local_tensor: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local_tensor
+
+
+def part_as(param: Any, values: Any) -> Tensor:
+    """Return this rank's part of values of a parameter's shape, divided as the parameter is; where
+    they are divided otherwise, in a collective of its mesh."""
+    if is_distributed(values) and values.placements != param.placements:
+        values = values.redistribute(param.device_mesh, param.placements)
+    return local(values)
+
+
+def is_divided(tensor: Any) -> bool:
+    """Tell whether ranks of tensor parallel hold parts of it: they all hold the same experts."""
+    if not is_distributed(tensor) or holds_experts(tensor):
+        return False
+    return not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def rebuilt(like: Any, part: Tensor, stride: tuple[int, ...] | None = None) -> Tensor:
+    """Return a DTensor as `like`, by default with its stride, whose local part is `part`."""
+    made: Tensor = type(like).from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=stride or like.stride(),
+    )
+    return made
+
+
 def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
     """Return what this rank holds of a DTensor.
 
@@ -153,19 +229,11 @@ def fused_rows_of(module: nn.Module, name: str) -> Sequence[int]:
 def kept_by_columns(module: nn.Linear) -> None:
     """Keep a DTensor weight that is divided by columns column by column: the same values."""
     weight: Any = module.weight
-    local = weight._local_tensor.detach()
-    turned = torch.empty_like(local.t(), memory_format=torch.contiguous_format).t()
-    if not local.is_meta:
-        turned.copy_(local)
-    rows, columns = weight.shape
-    made = type(weight).from_local(
-        turned,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=torch.Size((rows, columns)),
-        stride=(1, rows),
-    )
+    part = local(weight).detach()
+    turned = torch.empty_like(part.t(), memory_format=torch.contiguous_format).t()
+    if not part.is_meta:
+        turned.copy_(part)
+    made = rebuilt(weight, turned, stride=(1, weight.shape[0]))
     module.weight = nn.Parameter(made, weight.requires_grad)
 
 
@@ -176,5 +244,5 @@ def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:
         weight.copy_(whole)
         return
     share = share_of(name, weight, fused_rows_of(module, name))
-    local_tensor: Tensor = weight._local_tensor
-    local_tensor.as_strided((local_tensor.numel(),), (1,)).copy_(share.of(whole))
+    part = local(weight)
+    part.as_strided((part.numel(),), (1,)).copy_(share.of(whole))

@@ -45,7 +45,7 @@ def test_a_line_of_the_report() -> None:
     fine, bad = Check("disk", PASS, "all well"), Check("disk", WARN, "slow", "Buy one.")
     assert str(fine) == "PASS  disk            all well"
     assert str(bad).splitlines() == ["WARN  disk            slow", "      Buy one."]
-    assert bad.as_json() == {
+    assert asdict(bad) == {
         "name": "disk",
         "status": "WARN",
         "found": "slow",
@@ -102,9 +102,13 @@ JUDGED: list[tuple[Check, Status, str]] = [
     (checks.check_nvml("", 8), PASS, ""),
     (checks.check_nvml("the module pynvml is not installed", 0), WARN, "nvidia-ml-py"),
     # bf16 by emulation; on a CPU that is slower in it
-    (checks.check_bf16("NVIDIA H100", True, "fp16"), PASS, ""),
-    (checks.check_bf16("Tesla V100", False, "fp16"), WARN, "fp16"),
-    (checks.check_cpu_bf16(False, "a product in bf16 is 0.23 times as fast"), WARN, "selects fp32"),
+    (checks.check_bf16("NVIDIA H100 computes in bf16", True, "fp16"), PASS, ""),
+    (checks.check_bf16("Tesla V100 has none", False, "fp16"), WARN, "fp16"),
+    (
+        checks.check_bf16("a product in bf16 is 0.23 times as fast", False, "fp32"),
+        WARN,
+        "selects fp32",
+    ),
     (checks.check_compute(SLOWER, False), PASS, ""),
     (checks.check_compute(SLOWER, True), WARN, '"fp32"'),
     # links, device memory, pinned memory

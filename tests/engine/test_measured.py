@@ -121,7 +121,7 @@ def test_no_memory_of_the_device_is_read_in_a_step(
                 patch.setattr(Tensor, "cpu", refuse)
                 patch.setattr(Tensor, "item", refuse)
             optimizer.step()
-    on_host = [tensor for tensor in optimizer._engine._norm_measure._of_tier.values()]
+    on_host = [tensor for tensor in optimizer._engine.step_gradients.norm_measure._of_tier.values()]
     rows = [row for row in optimizer.ledger.rows() if row.owner == "norms" and row.tier == "host"]
     assert rows[0].bytes == sum(tensor.nbytes for tensor in on_host)
     optimizer.close()

@@ -24,6 +24,7 @@ from offloadtrain.config.offload import (
     StateOptions,
     WeightOptions,
 )
+from offloadtrain.engine.api import OffloadArguments
 
 NAMES = """
     precision state state_on scratch_dir scratch_in_memory grad_on sums_on sums_down seed update
@@ -56,9 +57,11 @@ def test_help_has_the_docs_of_every_option() -> None:
     for name, option in OPTIONS.items():
         assert f" {name}: {option.doc} Default: {option.default!r}." in words
         assert len(option.doc) > 20
+    of_config = OffloadOptions.__annotations__
     documented = re.findall(r"^    (\w+): ", text, re.MULTILINE)
     arguments = [*inspect.signature(ot.offload).parameters]
-    assert documented[: len(arguments)] == arguments
+    keywords = [name for name in OffloadArguments.__annotations__ if name not in of_config]
+    assert documented[: len(arguments) + len(keywords)] == [*arguments, *keywords]
     assert [name for name in documented if name in OPTIONS] == [*OPTIONS]
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
-from offloadtrain.engine.local_part import local
 from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
+from offloadtrain.runtime.tensor_parts import local
 from tests.distributed.conftest import Run
 from tests.parallel.mesh_runs import LR, expert_steps_of, run_on, whole_masters
 from tests.parallel.models import KINDS, MANY_EXPERTS, token_loss, with_experts

@@ -18,11 +18,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
-from offloadtrain.engine.local_part import local
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import kept_by_columns
+from offloadtrain.runtime.tensor_parts import kept_by_columns, local
 from offloadtrain.step.program.operations import Kind as Op
 from offloadtrain.step.program.operations import Launch
 from offloadtrain.step.program.program import Program

@@ -16,12 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import offloadtrain as ot
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.parallel.pipeline.decoder_probe import check_stages
 from offloadtrain.parallel.pipeline.decoder_stages import cut_stage, is_of_transformers
 from offloadtrain.parallel.pipeline.stage_modules import divide
 from offloadtrain.parallel.tensor import transformers_plan
-from offloadtrain.runtime.tensor_parts import is_distributed, shares_of
+from offloadtrain.runtime.tensor_parts import LocalPart, is_distributed, shares_of
 from tests.distributed.conftest import Run
 from tests.parallel.mesh_runs import in_memory_order
 from tests.parallel.messages import message_of

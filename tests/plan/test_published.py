@@ -23,7 +23,7 @@ from benchmarks.papers import (
 )
 from offloadtrain.config.model_shape import SIZES, num_params
 from offloadtrain.plan.baselines import pipelines
-from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, gpipe_seconds
+from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline
 from offloadtrain.plan.baselines.published import (
     MEGATRON,
     Run,
@@ -420,5 +420,6 @@ def test_replicas_between_hosts_add_their_sync() -> None:
 @levels.examples(100)
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_the_bubble_lies_between_no_pipeline_and_no_bubble(stages: int, count: int) -> None:
-    assert 1 / stages <= gpipe_seconds(stages, count) <= 1
-    assert gpipe_seconds(stages, count + 1) <= gpipe_seconds(stages, count)
+    seconds = validate_plan.gpipe_seconds
+    assert 1 / stages <= seconds(stages, count) <= 1
+    assert seconds(stages, count + 1) <= seconds(stages, count)

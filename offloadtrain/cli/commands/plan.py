@@ -122,7 +122,6 @@ def plan(
     compare: Flag = False,
     search: Flag = False,
     sweep: str = "",
-    plot: str = "",
     why: Flag = False,
     as_json: Json = False,
 ) -> int:
@@ -187,8 +186,6 @@ def plan(
     sweep
         gpus=1,2,4,...: plan the job for each number of GPUs, each GPU with the whole batch of the
         job, with the optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
-    plot
-        With --sweep: also plot the result into this file, .svg or .png.
     why
         Also print what bounds the step, and the three changes of one key that gain most.
     as_json
@@ -198,7 +195,7 @@ def plan(
 
     models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
     one_answer = len(models) == len(machines) == 1
-    _check_flags(gpus, plot, sweep, compare=compare, largest=largest)
+    _check_flags(gpus, sweep, compare=compare, largest=largest)
     _check_searches(job, " ".join(models), sweep, overrides, search=search, largest=largest)
     _check_several(job, models, machine, "" if one_answer else save)
     of_run = RunOptions(tokens, data, epochs, price)
@@ -217,7 +214,7 @@ def plan(
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
     if sweep:
-        return _sweep(config, name, target, _counts(sweep), plot, as_json=as_json)
+        return _sweep(config, name, target, _counts(sweep), as_json=as_json)
     answer = None
     if question is None:
         planned, alternatives, trace = _planned(config, name, target, gpus, compare=compare)
@@ -283,13 +280,11 @@ def _print(
         print(f"\nThe job (--save FILE.toml writes it):\n{answer.job_text}", end="")
 
 
-def _check_flags(gpus: int, plot: str, sweep: str, *, compare: bool, largest: bool) -> None:
+def _check_flags(gpus: int, sweep: str, *, compare: bool, largest: bool) -> None:
     """Raises ConfigError for flags that do not go together."""
     from offloadtrain.config.batch_split import parse_ranks
 
     parse_ranks("--gpus", str(gpus))
-    if plot and not sweep:
-        raise ConfigError(f"--plot {plot}: it needs a --sweep, such as --sweep gpus=1,2,4")
     if compare and (sweep or largest):
         raise ConfigError("--compare compares one plan: leave out --sweep and --largest")
 
@@ -501,19 +496,13 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
     return 0 if divisions else DOES_NOT_FIT
 
 
-def _sweep(
-    config: Config, name: str, machine: Machine, counts: list[int], plot: str, *, as_json: bool
-) -> int:
+def _sweep(config: Config, name: str, machine: Machine, counts: list[int], *, as_json: bool) -> int:
     from offloadtrain.plan.search import suggest, sweep
 
     fewest = _fewest(counts, config)
     described, trace = _described(config, machine, fewest)
     config = suggest.planned(described, name, machine, fewest, trace).job
-    if plot:
-        sweep.check_plot(plot)
     points = sweep.sweep(config, name, machine, counts)
-    if plot:
-        sweep.plot(points, plot, f"{config.name} on {name}")
     facts = {"machine": name, "job": config.name, "points": sweep.as_json(points)}
     print(json.dumps(facts) if as_json else sweep.table(points, name))
     return 0 if any(not point.problem for point in points) else DOES_NOT_FIT

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.hardware.machine import Machine
@@ -66,9 +65,6 @@ class Check:
     def __str__(self) -> str:
         line = f"{self.status}  {self.name:14}  {self.found}"
         return f"{line}\n      {self.advice}" if self.advice else line
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,16 +165,10 @@ def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return built <= capability and (kind == "compute" or built[0] == capability[0])
 
 
-def check_bf16(name: str, supported: bool, fallback: str) -> Check:
-    """Check bf16; `supported`: by the hardware, since emulation is many times slower."""
-    has = "computes in bf16" if supported else "has no bf16 arithmetic, only emulation"
+def check_bf16(finding: str, pays: bool, fallback: str) -> Check:
+    """Check bf16; `finding`: what shows whether it pays, which training goes by, too."""
     advice = f'offload.precision = "auto" selects {fallback}.'
-    return _judged("bf16", f"{name} {has}", (not supported, WARN, advice))
-
-
-def check_cpu_bf16(pays: bool, why: str) -> Check:
-    """Check bf16 on a CPU; `why`: the measurement, which training uses too."""
-    return _judged("bf16", why, (not pays, WARN, 'offload.precision = "auto" selects fp32.'))
+    return _judged("bf16", finding, (not pays, WARN, advice))
 
 
 def check_driver(driver: str, cuda: str | None) -> Check:

@@ -121,11 +121,13 @@ class _Visit:
                 sample.index, sample.memory_used_bytes, sample.memory_total_bytes
             )
         if self.gpus:
-            yield checks.check_bf16(self.gpus[0].name, self.has_bf16, "fp16")
+            # Emulation is many times slower.
+            has = "computes in bf16" if self.has_bf16 else "has no bf16 arithmetic, only emulation"
+            yield checks.check_bf16(f"{self.gpus[0].name} {has}", self.has_bf16, "fp16")
         else:
             precision, why = resolve_precision("auto", torch.device("cpu"))
             self.has_bf16 = precision == "bf16"
-            yield checks.check_cpu_bf16(self.has_bf16, why)
+            yield checks.check_bf16(why, self.has_bf16, "fp32")
 
     def _host(self) -> Iterator[Check]:
         """Check memory, cores and the folder for checkpoints, whose drive is measured."""

@@ -305,7 +305,7 @@ class ForwardHooks:
                 "a shard of them (zero_stage = 3): take dict(optimizer.full_weights()), on all "
                 "ranks, or set zero_stage = 2"
             )
-        self._residency.use(block, expected=False)
+        block.source.use(block, expected=False)
 
     def _hooked_of(self, module: nn.Module, *, inner: bool = False) -> _HookedModule:
         if module not in self._hooked:

@@ -36,9 +36,8 @@ from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import AddressMap
-from offloadtrain.engine.local_part import local, rebuilt
 from offloadtrain.engine.residency import Residency
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.tensor_parts import is_distributed, local, rebuilt
 from offloadtrain.step.program.streaming import StreamError
 
 Kept = tuple[Tensor, "int | Reading"]

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.local_part import local
+from offloadtrain.runtime.tensor_parts import local
 
 Policy = Callable[..., Any]
 """As torch's `create_selective_checkpoint_contexts` takes it: (context, operation, *args, **kwargs)

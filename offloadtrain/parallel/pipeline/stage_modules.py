@@ -23,12 +23,11 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import evenly
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.checks import keeps_fp32
-from offloadtrain.engine.local_part import local, rebuilt
 from offloadtrain.engine.partition import Part, layers_of, partition
 from offloadtrain.engine.weights import ParamInit, materialise
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.grouped_products import Described
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.tensor_parts import is_distributed, local, rebuilt
 
 
 class StandIn(nn.Module):

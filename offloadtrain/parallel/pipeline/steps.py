@@ -372,9 +372,9 @@ class SplitStep:
     def begin(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
         self._engine.guard.in_flight = True
-        if not self._engine.delay_goes_on:
+        if not self._engine.guard.delay_goes_on:
             self._engine.publish_weights()
-        self._engine.delay_goes_on = False
+        self._engine.guard.delay_goes_on = False
 
     def forward_begins(self) -> None:
         """The forward of a microbatch is about to run."""
@@ -433,7 +433,7 @@ class SplitStep:
             self._engine.publish_weights()
         self._decide()
         self._engine.guard.in_flight = False
-        self._engine.delay_goes_on = not newest
+        self._engine.guard.delay_goes_on = not newest
         if newest:
             self._engine.publish_weights()
 

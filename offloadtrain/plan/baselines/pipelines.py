@@ -83,11 +83,6 @@ def row(schedule: Schedule, pipe: Pipeline, machine: Machine, stage: int = 0) ->
     )
 
 
-def gpipe_seconds(stages: int, micro_batches: int) -> float:
-    """Return a step's time relative to one device, including the flush only."""
-    return (micro_batches + stages - 1) / (micro_batches * stages)
-
-
 def _versions(schedule: Schedule, pipe: Pipeline, stage: int) -> int:
     return 2 if schedule == "2bw" and stage < pipe.stages - 1 else 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 from offloadtrain.config.errors import ConfigError
@@ -83,51 +82,6 @@ def table(points: Sequence[Point], name: str) -> str:
 
 def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
     return [asdict(point) for point in points]
-
-
-def plot(points: Sequence[Point], path: str, name: str) -> None:
-    """Plot Tflop/s per GPU over the number of GPUs, as SVG or PNG by the path's suffix.
-
-    Raises:
-        ConfigError: `check_plot`, or the file cannot be written.
-    """
-    check_plot(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for (system, stage), line in _lines(points).items():
-        style = {"offloadtrain": "-", "resident": "--"}.get(system, ":")
-        counts, rates = [p.gpus for p in line], [p.tflops for p in line]
-        label = f"{system}, stage {stage}" if system in ("offloadtrain", "resident") else system
-        axes.plot(counts, rates, style, marker="o", ms=3, label=label)
-    axes.set(xscale="log", xlabel="GPUs", ylabel="Tflop/s of each GPU", title=name)
-    ticks = sorted({point.gpus for point in points})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=3, loc="lower right")
-    axes.set_ylim(bottom=0)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: {error.strerror}") from None
-
-
-def check_plot(path: str) -> None:
-    """Raises ConfigError for an unsupported file type or missing matplotlib."""
-    if not path.endswith((".svg", ".png")):
-        raise ConfigError(f"--plot {path}: give a file that ends in .svg or .png")
-    if find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {path} needs matplotlib: pip install 'offloadtrain[plots]'")
-
-
-def _lines(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
-    lines: dict[tuple[str, int], list[Point]] = {}
-    for point in points:
-        if not point.problem:
-            lines.setdefault((point.system, point.stage), []).append(point)
-    return lines
 
 
 def _line(point: Point) -> str:

@@ -33,7 +33,6 @@ from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware import cgroup
-from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
 from offloadtrain.optim.update_rules import update_rule
@@ -413,7 +412,6 @@ class RunLog:
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._start_clock = _StartClock()
-        self._nvml = Nvml()
         self._writer = EventWriter(
             None,
             rank,
@@ -433,7 +431,7 @@ class RunLog:
             if run_commands
             else None
         )
-        self._sampler = Sampler(self._sampled, nvml=self._nvml)
+        self._sampler = Sampler(self._sampled)
         self._memory_thread = StandbyThread("memory-sampler")
         self._progress = Progress()
         self._pace = Pace(config.train)
@@ -471,7 +469,7 @@ class RunLog:
             waiting: the wait policy of torch's threads, if not OpenMP's default.
         """
         self._progress, optimizer = progress, context.optimizer
-        config, machine = self._config, probe(self._nvml)
+        config, machine = self._config, probe(self._sampler.nvml)
         start = _RunStart(self._run, config, context, machine, progress.step, waiting)
         self._alerts.calibrated_gbps = start.calibrated_gbps
         if self._rank == 0:
@@ -486,7 +484,7 @@ class RunLog:
         memory = RunMemory(
             optimizer,
             self._writer.emit,
-            nvml=self._nvml,
+            nvml=self._sampler.nvml,
             warn=self.warn,
             thread=self._memory_thread,
         )

@@ -3,7 +3,7 @@
     python -m benchmarks.deep_model [--steps 15]
 
 24 layers of width 64 (1.3M parameters), 256 tokens, fp32, one thread of torch. The resident loop is
-that of `benchmarks.paced_step`: `torch.optim.AdamW(fused=True)`, the norm clipped by torch. All
+that of `offloadtrain bench step`: `torch.optim.AdamW(fused=True)`, the norm clipped by torch. All
 take steps in turn in one process; a ratio is of two steps of one round. CPU time of the training
 thread, which runs all lanes in order here and does all of the work but the kernels' second thread;
 that is left out on both sides by one thread of the kernels.
@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.paced_step import DEMO_OPTIONS, Step, offloaded_step, resident_step
+from offloadtrain.cli.bench.step import DEMO_OPTIONS, Step, offloaded_step, resident_step
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime import kernels

@@ -1,10 +1,14 @@
-"""What `doctor` measures, on buffers that take no time: for tests of what they say."""
+"""What `doctor` and `bench` measure, on buffers that take no time: for tests of what they say."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from offloadtrain.cli.bench import step
 from offloadtrain.cli.doctor import measure
+from offloadtrain.config import model_shape
 
 
 def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +23,9 @@ def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "STATE_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "BATCH_S", 0.0)
     monkeypatch.setattr(measure, "QUICK_BATCH_S", 0.0)
+
+
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model in a hundredth of its size."""
+    demo = replace(model_shape.SIZES["demo"], num_layers=2, d_model=32, num_heads=2)
+    monkeypatch.setattr(step, "SIZES", {"demo": demo})

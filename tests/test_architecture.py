@@ -208,7 +208,7 @@ def _runs_content(source: str) -> set[str]:
     return (names & modules) | calls
 
 
-LOADS_TORCH = {"hf.py", "checkpoint_files.py", "paced_ranks.py", "safe_load.py", "torch_export.py"}
+LOADS_TORCH = {"hf.py", "checkpoint_files.py", "scale.py", "safe_load.py", "torch_export.py"}
 """With weights_only: the Trainer's schedule, a rank's state, what a benchmark's ranks told; files
 of other trainers, in a process of its own; a file that we have just laid out."""
 

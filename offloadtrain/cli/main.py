@@ -162,6 +162,12 @@ COMMANDS = {
         "offloadtrain doctor",
         "offloadtrain doctor --folder /data/runs --save mine.toml",
     ),
+    "report": _Command(
+        "offloadtrain.cli.commands.bench:report",
+        "Print tables of the GPU measurements.",
+        "offloadtrain report",
+        "offloadtrain report benchmarks/results",
+    ),
     "trace": _Command(
         "offloadtrain.cli.commands.runs:trace",
         "Write a Chrome trace of the sampled steps of a run.",
@@ -213,6 +219,18 @@ BENCHMARKS = {
         "Compare CPU Adam with the memory limit, torch and DeepSpeed.",
         "offloadtrain bench adam",
         "offloadtrain bench adam --n 16M --threads 1,2,4 --json > adam.json",
+    ),
+    "step": _Command(
+        "offloadtrain.cli.commands.bench:step",
+        "Compare a step with its schedule and with plain torch.",
+        "offloadtrain bench step",
+        "offloadtrain bench step --layers 32 --json > step.json",
+    ),
+    "scale": _Command(
+        "offloadtrain.cli.commands.bench:scale",
+        "Compare a step on 1, 2 and 4 ranks.",
+        "offloadtrain bench scale",
+        "offloadtrain bench scale --ranks 1,2,4,8 --json > scale.json",
     ),
     "disk": _Command(
         "offloadtrain.cli.commands.bench:disk",

@@ -1,4 +1,4 @@
-"""`benchmarks.gpu.tables`: results files, and nothing else, become tables."""
+"""`offloadtrain report`: results files, and nothing else, become tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import tables
 from benchmarks.gpu.spec import Spec
-from benchmarks.gpu.tables import main
+from offloadtrain.cli import results_tables
+from offloadtrain.cli.main import main
 
 Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def write(folder: Path, gpu: str = "NVIDIA X", **more: Any) -> Path:
 
 
 def report(folder: Path, capsys: Captured, *arguments: str) -> list[str]:
-    assert main([str(folder), *arguments]) == 0
+    assert main(["report", str(folder), *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -100,8 +100,8 @@ def test_goals(tmp_path: Path, capsys: Captured) -> None:
 def test_runs_of_other_settings_do_not_count_for_a_goal(tmp_path: Path) -> None:
     """Another model, other options, fewer tokens: the goal of 3B is about fp32 at 32k tokens."""
     write(tmp_path)
-    (file,) = tables.read(tmp_path)
-    wide, _ = tables.GOALS[:2]
+    (file,) = results_tables.read(tmp_path)
+    wide, _ = results_tables.GOALS[:2]
     assert wide.worst(file) == pytest.approx(1.08)
     for ours in (
         replace(WIDE, size="llama-7b"),
@@ -111,7 +111,7 @@ def test_runs_of_other_settings_do_not_count_for_a_goal(tmp_path: Path) -> None:
         other = replace(ours, system="resident", options={})
         runs = {ours.name: steps(ours, 9.0), other.name: steps(other, 1.0)}
         write(tmp_path, measurements=runs)
-        (file,) = tables.read(tmp_path)
+        (file,) = results_tables.read(tmp_path)
         assert wide.worst(file) is None
 
 
@@ -138,11 +138,11 @@ def test_steps_are_compared_with_the_resident_run_of_the_same_model_and_tokens(
 
 
 def test_only_what_was_measured_on_a_gpu(tmp_path: Path, capsys: Captured) -> None:
-    assert report(tmp_path, capsys) == [tables.NOTHING]
+    assert report(tmp_path, capsys) == [results_tables.NOTHING]
     write(tmp_path, machine={"cores": 2})
     (tmp_path / "other.json").write_text('{"rows": []}')
     (tmp_path / "list.json").write_text("[]")
-    assert report(tmp_path, capsys) == [tables.NOTHING]
+    assert report(tmp_path, capsys) == [results_tables.NOTHING]
     write(tmp_path, gpu="NVIDIA Y", measurements={})
     assert report(tmp_path, capsys) == ["`nvidia-y-20261121.json`: NVIDIA Y"]
 
@@ -156,19 +156,19 @@ def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured)
     }
     for text, reason in damaged.items():
         (tmp_path / "broken.json").write_text(text)
-        assert main([str(tmp_path)]) == 2
+        assert main(["report", str(tmp_path)]) == 2
         assert reason in capsys.readouterr().err
-    assert main([str(tmp_path / "absent")]) == 2
+    assert main(["report", str(tmp_path / "absent")]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("page", "printed"),
-    [("README.md", tables.summary), ("docs/gpu.md", tables.everything)],
+    [("README.md", results_tables.summary), ("docs/gpu.md", results_tables.everything)],
 )
 def test_pages_have_the_tables_of_the_results(
-    page: str, printed: Callable[[Sequence[tables.ResultsFile]], str]
+    page: str, printed: Callable[[Sequence[results_tables.ResultsFile]], str]
 ) -> None:
     text = (ROOT / page).read_text()
     (table,) = re.findall(r"<!-- results -->\n(.*?)\n<!-- /results -->", text, re.DOTALL)
-    assert table == printed(tables.read(ROOT / "benchmarks" / "results"))
+    assert table == printed(results_tables.read(ROOT / "benchmarks" / "results"))

@@ -59,6 +59,7 @@ def commands(run: Path) -> list[list[str]]:
         ["ctl", odd, "stop"],
         ["prepare", odd, "out"],
         ["export", odd, "out"],
+        ["report", odd],
         ["train", "demo", "--set", f"name={odd}"],
         ["train", "demo", "--set", f"{odd}=1"],
         ["train", "demo", f"--{odd}", "1"],

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from offloadtrain.cli.bench import scale
+from offloadtrain.cli.bench import step as paced
 from offloadtrain.cli.bench.adam import DEEPSPEED_ZERO2, LIMIT, ONE_PASS, Label, rows_of, table
 from offloadtrain.cli.bench.rounds import measure, ratio
+from offloadtrain.cli.bench.scale import CASES
+from offloadtrain.cli.bench.step import MILLISECONDS
 from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.cli.main import main
+from tests.small_buffers import small_demo
 
 KEYS = set(
     "case backend state n threads ns_per_param bytes_per_param gb_per_s x_limit x_deepspeed_zero2 "
@@ -72,8 +78,9 @@ BAD_FLAGS = [
     (["adam", "--n", "0"], "give a number such as 64M"),
     (["adam", "--threads", "1,0"], "at least 1, separated by commas"),
     (["adam", "--threads", "two"], "at least 1, separated by commas"),
-    (["adam", "--rounds", "0"], "Must be >= 1"),
+    (["adam", "--rounds", "0"], "at least 1"),
     (["adam", "--states", "fp32,int4"], "fp32, split16, int8"),
+    (["step", "--layers", "0"], ""),
     (["disk", "--size", "much"], "--size much"),
 ]
 
@@ -107,6 +114,53 @@ def test_a_case_is_compared_with_the_peers_of_its_run() -> None:
     assert [ours[x] for x in ("x_limit", "x_deepspeed_zero2", "x_torch_path")] == [1.05, 2.0, None]
     assert ours["ns_per_param"] == pytest.approx(1.05e7)
     assert f"{ONE_PASS:30} native" in table(rows)
+
+
+@pytest.mark.slow
+def test_a_step_against_its_schedule(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never faster than the schedule: it would not have taken the times it was given."""
+    small_demo(monkeypatch)
+    monkeypatch.setattr(paced, "WARM_STEPS", 1)
+    for name in ("run", "run_demo"):  # once for JSON and for the tables
+        monkeypatch.setattr(paced, name, cache(getattr(paced, name)))
+    flags = ["--layers", "2", "--steps", "2", "--rounds", "1"]
+    assert main(["bench", "step", *flags, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert len(values["paced"]) == 8 and values["machine"]["cores_usable"] >= 1
+    for row in values["paced"]:
+        assert row["busiest_ms"] <= row["schedule_ms"] * (1 + 1e-9)
+        assert row["x_schedule"] > 0.95
+    cases = {row["case"]: row for row in values["demo"]}
+    assert cases["resident"]["x_resident"] == 1.0 and cases["exact"]["exposed_ms"] > 0
+    assert main(["bench", "step", *flags]) == 0
+    assert "schedule" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_step_on_more_ranks(capsys: Captured) -> None:
+    """Paced copies and Adam take half of their time on two ranks: never less than compute."""
+    flags = ["--ranks", "2", "--layers", "2", "--steps", "2", "--rounds", "1"]
+    assert main(["bench", "scale", *flags, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["ranks"] for row in rows} == {1, 2} and len(rows) == 8
+    for row in rows:
+        assert row["efficiency"] == 1.0 if row["ranks"] == 1 else row["efficiency"] > 0
+        if row["case"].startswith("paced"):
+            assert row["step_ms"] > 2 * (MILLISECONDS["forward"] + MILLISECONDS["backward"])
+
+
+def test_ranks_are_compared_with_their_prediction() -> None:
+    """Each of two ranks has half of the copies and of Adam, and sends the rest."""
+    predicted = {
+        case: [scale.predicted(case, count, layers=4) for count in (1, 2)] for case in CASES
+    }
+    assert predicted.pop("demo") == [None, None]
+    for alone, two in predicted.values():
+        assert alone == 1.0 and two is not None and 0.5 < two < 2.0
+    measured = {(case, count): [50.0, 40.0, 60.0] for case in CASES for count in (1, 2)}
+    rows = [scale._row(case, 2, measured, 4) for case in CASES]
+    assert [(row.step_ms, row.efficiency) for row in rows] == [(50.0, 1.0)] * len(rows)
+    assert all(case in scale.table(rows) for case in CASES)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from offloadtrain.cli.main import main
 
 COMMANDS = (
-    "train export checkpoints convert generate eval plan doctor prepare ls cp trace version"
+    "train export checkpoints convert generate eval plan doctor prepare ls cp trace report version"
 ).split()
 MOST_MODULES = 400
 """That help loads: each takes a millisecond or less."""

@@ -1,4 +1,4 @@
-"""`offloadtrain bench`."""
+"""`offloadtrain bench`, and `offloadtrain report` of what `make gpu` has measured."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import re
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from offloadtrain.cli.options import Count, Json
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.cli.options import Json
+from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.config.units import parse_bytes
 
 STATES = ("fp32", "split16", "int8")
@@ -19,7 +20,7 @@ def adam(
     *,
     n: str = "64M",
     threads: str = "1,2",
-    rounds: Count = 11,
+    rounds: int = 11,
     states: str = ",".join(STATES),
     as_json: Json = False,
 ) -> None:
@@ -41,6 +42,7 @@ def adam(
         Print one JSON object instead of the tables.
     """
     numel, counts = _numel(n), _counts("--threads", threads)
+    _at_least_one(rounds=rounds)
     chosen = _states(states)
 
     from offloadtrain.cli.bench import adam as bench
@@ -57,20 +59,93 @@ def adam(
         "dispatch_us": dispatch_us,
         "rows": rows,
     }
-    show(
+    title = f"{numel} parameters, medians of {rounds} rounds; DS: DeepSpeed"
+    dispatch = f"dispatch of one bucket: {dispatch_us:.1f} us"
+    _show(as_json, facts, f"{title}\n", bench.table(rows), "", dispatch)
+
+
+def step(
+    *,
+    layers: int = 12,
+    steps: int = 10,
+    rounds: int = 5,
+    as_json: Json = False,
+) -> None:
+    """Compare a step with its schedule, and with the same model in plain torch.
+
+    The first part runs on threads, with a fixed time for every operation, and measures the engine's
+    overhead. The second part alternates the demo model offloaded and resident on the device.
+
+    Parameters
+    ----------
+    layers
+        Blocks of the paced model.
+    steps
+        Measured steps of the paced model.
+    rounds
+        Number of times the demo model runs, offloaded and resident.
+    as_json
+        Print one JSON object instead of the tables.
+    """
+    _at_least_one(layers=layers, steps=steps, rounds=rounds)
+    from offloadtrain.cli.bench import step as bench
+
+    rows, demo = bench.run(layers, steps, _say), bench.run_demo(rounds, _say)
+    _show(
         as_json,
-        facts,
-        f"{numel} parameters, medians of {rounds} rounds; DS: DeepSpeed\n",
+        {"paced": list(map(asdict, rows)), "demo": list(map(asdict, demo))},
+        f"{layers} paced blocks on threads, medians of {steps} steps\n",
         bench.table(rows),
-        f"\ndispatch of one bucket: {dispatch_us:.1f} us",
+        "\nthe demo model, medians of ratios within a round\n",
+        bench.demo_table(demo),
     )
+
+
+def scale(
+    *,
+    ranks: str = "1,2,4",
+    layers: int = 8,
+    steps: int = 10,
+    rounds: int = 3,
+    as_json: Json = False,
+) -> None:
+    """Measure how a step scales with ranks at constant work per rank.
+
+    The first part runs on threads, with a fixed time for every operation, and measures the cost of
+    ranks. The second part trains the demo model, one rank per GPU; without a GPU, one thread each.
+
+    Parameters
+    ----------
+    ranks
+        Numbers of ranks, at least 1, separated by commas.
+    layers
+        Blocks of the paced model.
+    steps
+        Measured steps of each case.
+    rounds
+        Number of times every number of ranks runs.
+    as_json
+        Print one JSON object instead of the table.
+    """
+    counts = sorted({1, *_counts("--ranks", ranks)})
+    _at_least_one(layers=layers, steps=steps, rounds=rounds)
+
+    import torch
+
+    from offloadtrain.cli.bench import scale as scaling
+
+    gpus = torch.cuda.device_count()
+    if gpus and counts[-1] > gpus:
+        raise ConfigError(f"--ranks {ranks}: there are {gpus} GPUs, one for each rank")
+    rows = scaling.run(counts, layers=layers, steps=steps, rounds=rounds, say=_say)
+    _show(as_json, {"rows": list(map(asdict, rows))}, scaling.table(rows))
 
 
 def disk(
     *,
     folder: str = ".",
     size: str = "1GiB",
-    rounds: Count = 5,
+    rounds: int = 5,
     as_json: Json = False,
 ) -> None:
     """Compare an update of state on the disk with what the drive reads and writes at once.
@@ -90,6 +165,7 @@ def disk(
     as_json
         Print one JSON object instead of the table.
     """
+    _at_least_one(rounds=rounds)
     try:
         num_bytes = parse_bytes(size)
     except ValueError as error:
@@ -97,22 +173,46 @@ def disk(
 
     from offloadtrain.cli.bench import disk as bench
 
-    rows = bench.run(folder, num_bytes, rounds, say)
-    facts = {"disk": list(map(asdict, rows))}
-    show(as_json, facts, f"medians of {rounds} rounds\n", bench.table(rows))
+    rows = bench.run(folder, num_bytes, rounds, _say)
+    title = f"medians of {rounds} rounds\n"
+    _show(as_json, {"disk": list(map(asdict, rows))}, title, bench.table(rows))
 
 
-def say(text: str) -> None:
+def report(folder: Path = Path("benchmarks/results"), /, *, all: bool = False) -> None:
+    """Print the steps measured on GPUs as a table, from results files only.
+
+    Parameters
+    ----------
+    folder
+        Folder with the results files of `make gpu`.
+    all
+        Also print plans, goals, the machine's rates and what was not measured.
+    """
+    from offloadtrain.cli import results_tables
+
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; make gpu writes results")
+    files = results_tables.read(folder)
+    print(results_tables.everything(files) if all else results_tables.summary(files))
+
+
+def _say(text: str) -> None:
     print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
 
 
-def show(as_json: bool, facts: dict[str, Any], *text: str) -> None:
+def _show(as_json: bool, facts: dict[str, Any], *text: str) -> None:
     """Print the facts and the machine as one JSON object, or the text; below the progress line."""
     print(file=sys.stderr)
     if as_json:
         print(json.dumps(_machine() | facts))
     else:
         print(*text, sep="\n")
+
+
+def _at_least_one(**values: int) -> None:
+    for option, value in values.items():
+        if value < 1:
+            raise ConfigError(f"--{option} {value}: give at least 1")
 
 
 def _machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.paced_step`: a step against its schedule, and against plain torch.
+"""Comparison of a step with its schedule, and with the same model in plain torch.
 
 [Note: Paced lanes]
 The lanes run on CPU threads, and every operation and every block's compute is padded to a fixed
@@ -13,13 +13,11 @@ weights and `torch.optim.AdamW(fused=True)` on the device, the norm clipped by t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -28,7 +26,6 @@ from torch import Tensor, nn
 
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
 from offloadtrain.cli.bench.rounds import ratio
-from offloadtrain.cli.commands.bench import say, show
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import OffloadOptimizer, offload
@@ -322,33 +319,3 @@ def demo_table(rows: Sequence[ResidentRow]) -> str:
         waited = "-" if row.exposed_ms is None else f"{row.exposed_ms:.1f}"
         lines.append(f"{row.case:26} {row.step_ms:12.1f} {row.x_resident:11.2f} {waited:>11}")
     return "\n".join(lines)
-
-
-def at_least_one(text: str) -> int:
-    """Read the value of a flag."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("give at least 1")
-    return value
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paced_step", description=__doc__)
-    parser.add_argument("--layers", type=at_least_one, default=12, help="of the paced model")
-    parser.add_argument("--steps", type=at_least_one, default=10, help="of the paced model")
-    parser.add_argument("--rounds", type=at_least_one, default=5, help="of the demo model")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
-    rows, demo = run(options.layers, options.steps, say), run_demo(options.rounds, say)
-    show(
-        options.json,
-        {"paced": list(map(asdict, rows)), "demo": list(map(asdict, demo))},
-        f"{options.layers} paced blocks on threads, medians of {options.steps} steps\n",
-        table(rows),
-        "\nthe demo model, medians of ratios within a round\n",
-        demo_table(demo),
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

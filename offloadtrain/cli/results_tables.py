@@ -1,25 +1,22 @@
-"""`python -m benchmarks.gpu.tables [FOLDER] [--all]`: tables from results files of `make gpu`.
+"""Tables from results files of `python -m benchmarks.gpu`: every step, and the project's goals.
 
-Nothing is measured here; where no file has a figure, the table says so.
+Nothing is measured here, and nothing of a job is known; where no file has a figure, the table says
+so.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.config.errors import InputError
 from offloadtrain.config.units import format_bytes, format_count
 
 SCHEMA = 1
-FOLDER = Path(__file__).resolve().parents[1] / "results"
 _MOST_BYTES = 16 << 20
 _GIB = 1 << 30
 _K = 1024
@@ -423,25 +420,3 @@ _STEPS = (
     _step_rows,
 )
 _MISSING = ("Not measured", ("what", "why"), _missing_rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables; exit code 2 if the folder cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.tables", description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    parser.add_argument("--all", action="store_true", help="also plans, goals, rates and failures")
-    options = parser.parse_args(arguments)
-    with sanitized_output():
-        try:
-            if not options.folder.is_dir():
-                raise ResultsError(f"{options.folder}: no such folder; make gpu writes results")
-            files = read(options.folder)
-        except ResultsError as error:
-            print(error, file=sys.stderr)
-            return 2
-        print(everything(files) if options.all else summary(files))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

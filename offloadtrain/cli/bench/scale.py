@@ -1,8 +1,8 @@
-"""`python -m benchmarks.paced_ranks`: how a step scales with ranks at constant work per rank.
+"""Scaling of a step with ranks: `offloadtrain bench scale`.
 
 Two measurements with the same work per rank (weak scaling); the ideal is the same step time on any
 number of ranks:
-* *paced* ([Note: Paced lanes] in `paced_step`): real processes, real Gloo collectives, and a fixed
+* *paced* ([Note: Paced lanes] in `bench.step`): real processes, real Gloo collectives, and a fixed
   time for every operation: copies and Adam one N-th of their time alone, collectives (N-1)/N of
   theirs. The rest is the engine and waits between ranks.
 * *demo*: the demo model on the available devices, one rank each; on a CPU one thread each.
@@ -10,27 +10,23 @@ number of ranks:
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import multiprocessing
 
-from benchmarks.paced_step import (
+from offloadtrain.cli.bench.step import (
     MILLISECONDS,
-    at_least_one,
     median_step_s,
     paced_step_s,
     spec_of_layers,
 )
-from offloadtrain.cli.commands.bench import say, show
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
@@ -166,27 +162,3 @@ def _demo(options: dict[str, Any], device: torch.device, steps: int) -> float:
         return median_step_s(optimizer, lambda: model(tokens_BT, tokens_BT), steps)
     finally:
         optimizer.close()
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({1, *map(at_least_one, text.split(","))})
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paced_ranks", description=__doc__)
-    parser.add_argument("--ranks", type=_counts, default="1,2,4", help="with commas between")
-    parser.add_argument("--layers", type=at_least_one, default=8, help="of the paced model")
-    parser.add_argument("--steps", type=at_least_one, default=10, help="of each case")
-    parser.add_argument("--rounds", type=at_least_one, default=3, help="of every number of ranks")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
-    gpus = torch.cuda.device_count()
-    if gpus and options.ranks[-1] > gpus:
-        parser.error(f"--ranks: there are {gpus} GPUs, one for each rank")
-    sizes = {key: getattr(options, key) for key in ("layers", "steps", "rounds")}
-    rows = run(options.ranks, **sizes, say=say)
-    show(options.json, {"rows": list(map(asdict, rows))}, table(rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,16 +5,24 @@ Where a limit refuses memory (`ulimit -v`), some libraries end the process inste
 error: OpenMP exits where it gets no thread, others abort or follow a null pointer. Under such a
 limit the command therefore runs in a child. Its parent has loaded the standard library only, hands
 signals on, ends as the child does, and says in one line why a child ended that could not.
+
+[Note: A witness]
+A terminal, `kill -TERM -PGID` and `timeout` signal all processes of a group, the child too. If the
+parent handed such a signal on, however late, the child would receive a second stop. Nothing in a
+signal's siginfo says that it was sent to a group. Therefore the parent has another child that
+blocks all of these signals: a signal that is pending there was sent to the group.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from offloadtrain.hardware import host_memory
 
@@ -25,7 +33,6 @@ _AWAITED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
     signal.SIGCHLD,
 )
-_SI_KERNEL = 128
 _REFUSED = (1, _WORDLESS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 """Exit codes of a child that a library has ended, or the loader."""
 
@@ -33,20 +40,20 @@ _REFUSED = (1, _WORDLESS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 def main() -> int:
     """Run a command and return its exit code; under a limit of memory in a child. Ranks have a
     parent already, which is their launcher or torchrun."""
-    if host_memory.has_rlimit() and "RANK" not in os.environ:
-        return watched(_command)
-    return _command()
-
-
-def _command() -> int:
     try:
-        from offloadtrain.cli.main import main as run
-
-        return run()
-    except Exception as error:  # what could not even be imported, or reported
+        if host_memory.has_rlimit() and "RANK" not in os.environ:
+            return watched(_command)
+        return _command()
+    except Exception as error:  # what could not even be forked, imported, or reported
         if not host_memory.is_out_of_memory(error):
             raise
         return _refused(error)
+
+
+def _command() -> int:
+    from offloadtrain.cli.main import main as run
+
+    return run()
 
 
 def _refused(error: object) -> int:
@@ -65,10 +72,10 @@ def watched(command: Callable[[], int]) -> int:
         command: returns its exit code.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    witness = _witness()
     ended, ends = os.pipe()
     os.set_blocking(ended, False)
-    if (child := os.fork()) == 0:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if (child := _fork()) == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         code = command()
         os.write(ends, bytes([code]))
@@ -82,9 +89,13 @@ def watched(command: Callable[[], int]) -> int:
         if number == signal.SIGCHLD or signal.getsignal(number) is signal.SIG_IGN:  # nohup
             continue
         signals.append(number)
-        # Ctrl-C has reached the child, too: handed on late, it would be a second one.
-        if number != signal.SIGINT or received.si_code != _SI_KERNEL:
+        if not _is_pending(witness, number):
             os.kill(child, number)
+            continue
+        os.kill(witness, signal.SIGKILL)
+        os.waitpid(witness, 0)
+        with suppress(OSError):  # without a witness all signals are handed on
+            witness = _witness()
     code = os.waitstatus_to_exitcode(status[1])
     try:
         orderly = os.read(ended, 1)
@@ -101,6 +112,30 @@ def watched(command: Callable[[], int]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(os.getpid(), -code)
     return code
+
+
+def _fork() -> int:
+    """Fork a child that ends with this process; return its number, 0 in the child."""
+    if (child := os.fork()) == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return child
+
+
+def _witness() -> int:
+    """Start a child that blocks `_AWAITED`, as this process does, and waits: [Note: A witness]."""
+    if (child := _fork()) == 0:
+        while True:
+            signal.pause()
+    return child
+
+
+def _is_pending(process: int, number: int) -> bool:
+    """Tell whether a process has not yet received a signal that was sent to it."""
+    status = ""
+    with suppress(OSError):
+        status = Path(f"/proc/{process}/status").read_text()
+    pending = re.search(r"^ShdPnd:\s*(\w+)", status, re.MULTILINE)
+    return pending is not None and bool(int(pending[1], 16) >> (number - 1) & 1)
 
 
 if __name__ == "__main__":

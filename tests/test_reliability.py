@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,63 @@ def test_every_promise_names_what_shows_it() -> None:
 )
 def test_what_does_not_exist_is_found(command: str, names: list[str]) -> None:
     assert missing(command) == names
+
+
+COLLECT = """
+import json, pathlib, sys
+import pytest
+from _pytest.mark import Expression, KeywordMatcher
+
+def number(items, paths, keyword, level):
+    from tests import levels  # after pytest has started
+    root = pathlib.Path.cwd()
+    within = [root / path for path in paths]
+    named = [item for item in items if any(item.path.is_relative_to(path) for path in within)]
+    selected = levels.selected(named, level, 1)
+    wanted = Expression.compile(keyword or "test")
+    return sum(wanted.evaluate(KeywordMatcher.from_item(item)) for item in selected)
+
+class Collector:
+    def pytest_collection_finish(self, session):
+        self.items = session.items
+
+commands, collector = json.load(sys.stdin), Collector()
+paths = sorted({path for command in commands for path in command[0]})
+options = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:xdist", "--level", "full"]
+code = pytest.main([*options, *paths], plugins=[collector])
+numbers = [number(collector.items, *command) for command in commands]
+pathlib.Path(sys.argv[1]).write_text(json.dumps(numbers))
+sys.exit(code)
+"""
+
+
+def numbers_of_tests(commands: list[str], out: Path) -> list[int]:
+    """Return the number of tests that each command of pytest runs. All are collected once."""
+    parsed = []
+    for words in map(shlex.split, commands):
+        keyword = words[words.index("-k") + 1] if "-k" in words else ""
+        level = words[words.index("--level") + 1] if "--level" in words else LEVELS[0]
+        parsed.append(([word for word in words if word.startswith("tests/")], keyword, level))
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, str(out)],
+        input=json.dumps(parsed),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    numbers: list[int] = json.loads(out.read_text())
+    return numbers
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_runs_a_test(tmp_path: Path) -> None:
+    named = [command for command in commands(PAGE) if command.startswith("pytest")]
+    # Existing words, in no test of this level; and a slow test, which quick leaves out.
+    empty = [
+        'pytest tests/test_reliability.py -k "promise and found"',
+        "pytest tests/test_reliability.py -k runs_a_test",
+    ]
+    numbers = numbers_of_tests(named + empty, tmp_path / "numbers.json")
+    assert numbers[-2:] == [0, 0]
+    assert [c for c, number in zip(named, numbers, strict=False) if not number] == []

@@ -108,12 +108,13 @@ def test_the_small_parent_hands_signals_on_and_ends_as_its_child(tmp_path: Path)
     assert stopped.returncode == 75, err
     assert "SIGTERM: stopping after this step" in err
     wait_for_step(tmp_path / "b", killed)
-    (child,) = map(int, Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split())
+    children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    assert len(children) == 2
     killed.kill()
     killed.communicate(timeout=300)
     end_s = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists():
-        assert time.monotonic() < end_s, "the child outlives its parent"
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < end_s, "a child outlives its parent"
         time.sleep(0.05)
 
 
@@ -123,9 +124,10 @@ from offloadtrain.__main__ import watched
 
 def command():
     came = []
-    signal.signal(signal.SIGINT, lambda *_: came.append(time.monotonic()))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: came.append(time.monotonic()))
     print("ready", flush=True)
-    while not came or time.monotonic() - came[0] < 1.5:
+    while not came or time.monotonic() - came[-1] < 1.5:
         time.sleep(0.01)
     return len(came)
 
@@ -133,20 +135,63 @@ sys.exit(watched(command))
 """
 
 
-def test_one_ctrl_c_is_one_stop_however_late_the_small_parent_hears_it() -> None:
-    """The terminal sends it to both. A second stop would end a run at once."""
+def start_counting() -> tuple[int, int]:
+    """Start a command that counts its stops, in a session of its own; return its process and its
+    terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", COUNTS])
+    output = b""
+    while b"ready" not in output:
+        output += os.read(terminal, 1000)
+    return pid, terminal
+
+
+def children_of(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SENT = [(sender, n) for sender in ("group", "pkill", "parent", "child") for n in STOPS]
+
+
+@pytest.mark.parametrize(("sender", "number"), [("terminal", signal.SIGINT), *SENT])
+def test_a_stop_counts_once_however_late_the_small_parent_hears_it(
+    sender: str, number: signal.Signals
+) -> None:
+    """A terminal, and a kill of the group, reach both. A second stop would end a run at once."""
+    pid, terminal = start_counting()
     try:
-        output = b""
-        while b"ready" not in output:
-            output += os.read(terminal, 1000)
+        child = children_of(pid)[-1]
         os.kill(pid, signal.SIGSTOP)
-        os.write(terminal, b"\x03")
+        if sender == "terminal":
+            os.write(terminal, b"\x03")
+        elif sender == "group":
+            os.killpg(pid, number)
+        else:
+            all_of_them = {"pkill": [pid, *children_of(pid)], "parent": [pid], "child": [child]}
+            for process in all_of_them[sender]:
+                os.kill(process, number)
         time.sleep(0.5)
         os.kill(pid, signal.SIGCONT)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    finally:
+        os.close(terminal)
+
+
+def test_each_stop_of_a_group_counts_under_a_small_parent() -> None:
+    """Also after Ctrl-Z and a continuation of the group, as a shell's `fg` sends it."""
+    pid, terminal = start_counting()
+    try:
+        os.killpg(pid, signal.SIGTERM)
+        time.sleep(0.3)
+        os.killpg(pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        os.killpg(pid, signal.SIGCONT)
+        os.killpg(pid, signal.SIGTERM)
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     finally:
         os.close(terminal)
 

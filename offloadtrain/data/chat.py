@@ -1,7 +1,8 @@
 """Conversations: rendered by the tokenizer's chat template, with the assistant's tokens marked.
 
-A record of a conversation has the fields of OpenAI (`messages`), of ShareGPT (`conversations` with
-`from` and `value`) or of Alpaca (`instruction`, `input`, `output`): `messages_of` reads all three.
+A record of a conversation has the fields of OpenAI (`messages`), of ShareGPT (`conversations` or
+`conversation`, with `from` and `value`) or of Alpaca (`instruction`, `input`, `output`):
+`messages_of` reads all three.
 
 A template that marks the assistant's words with `{% generation %}` defines which tokens count. With
 any other template, the tokens of turn k are the tokens that the rendering of the first k messages
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,8 @@ ROLES = {
     "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 """Speakers of ShareGPT; others have the names of the roles."""
-FIELDS = ("messages", "conversations", "instruction", "input", "output", "system", "tools")
+_TURNS = ("messages", "conversations", "conversation")
+FIELDS = (*_TURNS, "instruction", "input", "output", "system", "tools")
 """All fields of a conversation that are read."""
 
 
@@ -47,7 +50,7 @@ class ChatError(ValueError):
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
     """Return whether the fields of a record are those of a conversation."""
-    turns = (record.get(name) for name in ("messages", "conversations"))
+    turns = (record.get(name) for name in _TURNS)
     texts = (record.get(name) for name in ("instruction", "output"))
     return any(isinstance(x, list) for x in turns) or all(isinstance(x, str) for x in texts)
 
@@ -63,7 +66,7 @@ def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     if isinstance(messages := record.get("messages"), list):
         turns = messages
-    elif isinstance(spoken := record.get("conversations"), list):
+    elif isinstance(spoken := record.get("conversations") or record.get("conversation"), list):
         turns = [_turn(turn) for turn in spoken]
     elif is_conversation(record):
         if not isinstance(more := record.get("input") or "", str):
@@ -114,7 +117,7 @@ class ChatTemplate:
         turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise ChatError("no message of the assistant: the loss would count nothing")
-        self._check_contents(messages, tools)
+        messages = self._readable(messages, tools)
         if _MARKS.search(self.template):
             rendered = self._apply(
                 messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -124,11 +127,9 @@ class ChatTemplate:
                 np.array(rendered["assistant_masks"], dtype=np.uint8),
             )
         else:
-            texts = [self._render(messages, tools)]
-            for turn in turns:
-                texts.append(self._render(messages[:turn], tools, ask=True))
-                texts.append(self._render(messages[: turn + 1], tools))
-            tokens, *prefixes = self._tokens(texts)
+            parts = [(messages[:n], n == turn) for turn in turns for n in (turn, turn + 1)]
+            texts = (self._render(part, tools, ask) for part, ask in ((messages, False), *parts))
+            tokens, *prefixes = self._tokens(list(texts))
             mask = np.zeros(len(tokens), dtype=np.uint8)
             for turn, before, after in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
                 self._check_begins(tokens, before, f"the messages before number {turn + 1}")
@@ -146,12 +147,9 @@ class ChatTemplate:
         Raises:
             ChatError: as `encode`.
         """
-        self._check_contents([*prompt, *completion], tools)
-        texts = [
-            self._render([*prompt, *completion], tools),
-            self._render(prompt, tools, ask=True),
-        ]
-        tokens, before = self._tokens(texts)
+        both = self._readable([*prompt, *completion], tools)
+        asked = self._render(both[: len(prompt)], tools, ask=True)
+        tokens, before = self._tokens([self._render(both, tools), asked])
         self._check_begins(tokens, before, "the prompt")
         mask = np.zeros(len(tokens), dtype=np.uint8)
         mask[len(before) :] = 1
@@ -163,25 +161,39 @@ class ChatTemplate:
         Raises:
             ChatError: the template refuses it.
         """
-        message = {"role": "user", "content": question}
-        return self._tokens([self._render([message], None, ask=True)])[0]
+        text = self._render([{"role": "user", "content": question}], None, ask=True)
+        return self._tokens([text])[0]
 
-    def _check_contents(self, messages: Messages, tools: Any) -> None:
-        """Raises ChatError where the template writes a list of parts out as Python does."""
-        parts = {
+    def _readable(self, messages: Messages, tools: Any) -> Messages:
+        """Return the messages, with lists of text parts joined for a template that refuses a list
+        or writes it out as Python does.
+
+        Raises:
+            ChatError: such a template, and a part that is not text.
+        """
+        lists = {
             number: message["content"]
             for number, message in enumerate(messages)
             if not isinstance(message.get("content"), str | None)
         }
-        if not parts:
-            return
-        text = self._render(messages, tools)
-        for number, content in parts.items():
-            if str(content) in text:
+        if not lists:
+            return messages
+        with suppress(ChatError):
+            text = self._render(messages, tools)
+            if not any(str(content) in text for content in lists.values()):
+                return messages
+        readable = [dict(message) for message in messages]
+        for number, content in lists.items():
+            parts = content if isinstance(content, list) else [content]
+            if not all(
+                isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+            ):
                 raise ChatError(
-                    f"the content of message number {number + 1} is a {type(content).__name__}, "
-                    "which the chat template does not read: give its text as a string"
+                    f"the content of message number {number + 1} is not text alone, and the chat "
+                    "template does not read it: leave out its other parts"
                 )
+            readable[number]["content"] = "".join(part["text"] for part in parts)
+        return readable
 
     def _render(self, messages: Messages, tools: Any, ask: bool = False) -> str:
         if not messages:

@@ -190,10 +190,16 @@ def _fields_of(record: Record) -> str:
     """Name the fields that could be meant."""
     if (form := form_of(record)) != "text":
         return f' (its fields are those of the form "{form}": choose it with --form {form})'
+    if {"chosen", "rejected"} <= record.keys():
+        return " (chosen and rejected are preferences: examples/dpo.py trains on them)"
     texts = [ascii(key) for key, value in record.items() if isinstance(value, str)]
     if texts:
-        return f" (text is in {', '.join(texts[:4])}: choose one with --field)"
-    return " (no other field is a string: write each conversation as one string)" if record else ""
+        pair = ", or rename a question to prompt and its answer to completion" * (len(texts) > 1)
+        return f" (text is in {', '.join(texts[:4])}: choose one with --field{pair})"
+    there = ", ".join(map(ascii, record))
+    return f" (there is {there}: conversations are read from messages or conversations)" * bool(
+        record
+    )
 
 
 _BATCH = 1000  # records that are encoded at once

@@ -247,13 +247,13 @@ def _parse_line(line: bytes, length: int) -> Record | None:
         decoded = line.decode("utf-8").strip()
         record = json.loads(decoded) if decoded else None
     except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
+        raise ValueError("not UTF-8: convert it with iconv") from None
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
     except ValueError as error:
         raise ValueError(f"not JSON ({str(error).split(':')[0]})") from None
     if decoded and not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError('not a JSON object, such as {"text": ...} or {"messages": [...]}')
     return record
 
 

@@ -249,8 +249,8 @@ CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
     "no speaker": (tiny.CHATML, [{"value": "a"}], '{"from": ..., "value": ...}'),
     "parts": (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
-        [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, CHAT[2]],
-        "content of message number 1 is a list, which the chat template does not read",
+        [CHAT[1], {"role": "assistant", "content": [{"type": "image"}, {"text": "hi"}]}],
+        "content of message number 2 is not text alone, and the chat template does not read it",
     ),
     "no template": (None, CHAT, "has no chat template: name a Jinja file"),
 }

@@ -560,7 +560,8 @@ def test_checkpoints_are_listed_and_a_changed_byte_is_found_only_by_reading_it(
     save_steps(tmp_path / "checkpoints", 1, 2, 3)
     flip(tmp_path / "checkpoints" / "step-00000002" / "rank-000.bin")
     assert main(["checkpoints", str(tmp_path)]) == 0
-    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    head, *rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["checkpoint", "state", "size", "ranks"]
     assert rows == [[f"step-{step:08d}", "listed", "48.0 KiB", "1"] for step in (3, 2, 1)]
     assert main(["checkpoints", str(tmp_path), "--verify", "--json"]) == 1
     out, err = capsys.readouterr()

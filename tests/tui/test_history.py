@@ -9,10 +9,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtrain_tui.reading import timelines
 from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.step_columns import LANES, STEP_FIELDS
-from offloadtrain_tui.reading.timed import pack
 from offloadtrain_tui.reading.timelines import SAMPLED_STEPS
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
@@ -194,20 +192,8 @@ def test_only_the_newest_timelines_stay() -> None:
     assert View.at(history, BEGIN_S + 60).spans[0].step == 60
 
 
-@pytest.mark.parametrize(("plain_bytes", "compressed"), [(0, 7), (6000, 5), (1 << 19, 0)])
-def test_a_timeline_is_the_same_whether_it_is_compressed_or_not(
-    plain_bytes: int, compressed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of a step that a resumed run sampled again. A step's lines have about 2,800 bytes: the
-    limits leave none of them plain, two, or all; and always the newest."""
-    packed: list[int] = []
-
-    def counted(log: list[bytes]) -> bytes:
-        packed.append(len(log))
-        return pack(log)
-
-    monkeypatch.setattr(timelines, "PLAIN_BYTES", plain_bytes)
-    monkeypatch.setattr(timelines, "pack", counted)
+def test_a_timeline_is_the_same_whether_it_is_compressed_or_not() -> None:
+    """Also of a step that a resumed run sampled again. All but the newest are compressed."""
     history, numbers = History(), (1, 2, 3, 4, 5, 3, 4, 6)
     for number in numbers:
         for span in recordings.spans(number):  # one by one, as they are written
@@ -215,7 +201,8 @@ def test_a_timeline_is_the_same_whether_it_is_compressed_or_not(
             assert (history.timelines.of(number) or [])[-1] == span
     for number in numbers:
         assert list(history.timelines.of(number) or []) == list(recordings.spans(number))
-    assert len(packed) == compressed
+    kept = history.timelines._lines
+    assert [isinstance(kept[number], bytes) for number in sorted(kept)] == [True] * 5 + [False]
 
 
 def span(lane: str, name: str, start_ms: float, spent_ms: float) -> schema.LaneSpan:

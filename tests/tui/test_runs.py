@@ -208,7 +208,7 @@ def test_a_resumed_run_is_starting_until_its_first_step(tmp_path: Path) -> None:
     assert numbers(shown).plain == " no step since it resumed at 40"
 
 
-def test_the_newest_run_is_found(tmp_path: Path) -> None:
+def test_the_newest_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("20260101-000000-a", "20260301-000000-b", "20260201-000000-c"):
         write(tmp_path / name, plain(2))
     (tmp_path / "latest").symlink_to("20260101-000000-a")
@@ -220,6 +220,11 @@ def test_the_newest_run_is_found(tmp_path: Path) -> None:
     log = tmp_path / "20260101-000000-a/events/rank000.jsonl"
     assert runs.find([log])[0].logs == (log,)
     assert runs.find([], tmp_path / "nothing") == []
+    monkeypatch.chdir(tmp_path.parent)
+    listed = runs.all_runs(Path(tmp_path.name))[0]
+    assert listed == runs.find([Path(tmp_path.name) / "20260301-000000-b"])[0].folder, (
+        "a listed run is known as the open one"
+    )
     with pytest.raises(runs.RunError, match="is not there: give a run folder"):
         runs.find([tmp_path / "none"])
     with pytest.raises(runs.RunError, match="a folder without runs"):

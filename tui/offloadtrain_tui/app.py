@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TextIO
 
@@ -28,9 +29,9 @@ from offloadtrain.events import schema
 from offloadtrain_tui import requests, settings
 from offloadtrain_tui.attention import Watched
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
-from offloadtrain_tui.dialogs import Ask, Confirm, Raw
+from offloadtrain_tui.dialogs import Ask, Confirm, Page, record_page
 from offloadtrain_tui.filter import Sanitized, is_unicode
-from offloadtrain_tui.help import Help
+from offloadtrain_tui.help import page
 from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, footer, with_keys
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
@@ -43,12 +44,13 @@ from offloadtrain_tui.reading.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.summary import headline, numbers, when
+from offloadtrain_tui.svg import portable
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
-from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color, shade
+from offloadtrain_tui.widgets.styles import RUN_COLORS, STATE_COLORS, rich_color, shade
 from offloadtrain_tui.widgets.table import tell
 
 COLOR_BLIND = Theme(
@@ -73,28 +75,23 @@ QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
 
 
-WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
-
-
 class Monitor(App[None]):
     """Displays runs; it writes only requests, when the user makes them."""
 
     class News(Message):
         """The reader has news."""
 
+    @dataclass
     class Sampled(Message):
         """The machine was sampled."""
 
-        def __init__(self, system: schema.System) -> None:
-            super().__init__()
-            self.system = system
+        system: schema.System
 
+    @dataclass
     class Listed(Message):
         """The folder of runs was listed."""
 
-        def __init__(self, rows: list[RunRow]) -> None:
-            super().__init__()
-            self.rows = rows
+        rows: list[RunRow]
 
     CSS_PATH = "monitor.tcss"
     TITLE = "offloadtrain"
@@ -117,6 +114,9 @@ class Monitor(App[None]):
         """`news_s`: least interval between updates from the runs. `output`: where the screen goes;
         None: where Textual draws."""
         super().__init__()
+        # Classes of the screen by its size.
+        self.HORIZONTAL_BREAKPOINTS = [(0, "narrow"), (100, "medium"), (160, "wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "short"), (30, "usual"), (50, "tall")]
         self.clock: Clock = clock or LiveClock()
         named = tuple(run.folder for run in run_paths if run.folder is not None)
         self._listing = Listing(runs_dir, named)
@@ -262,13 +262,6 @@ class Monitor(App[None]):
                 yield panel(id=name)
         yield Static(id="footer")
 
-    def on_resize(self) -> None:
-        width, height = self.size
-        self.screen.set_class(width >= WIDE, "wide")
-        self.screen.set_class(width < NARROW, "narrow")
-        self.screen.set_class(height < SHORT, "short")
-        self.screen.set_class(height >= TALL, "tall")
-
     def tell(self, text: str, severity: SeverityLevel = "information") -> None:
         """Show a notice for a moment; names and messages in it are no markup."""
         self.notify(clean(text, 300), severity=severity, markup=False)
@@ -277,11 +270,12 @@ class Monitor(App[None]):
         if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
             return
         variables = self.theme_variables
-        colors = {state: rich_color(shade(variables, name)) for state, name in STATE_COLORS.items()}
+        names = STATE_COLORS | {color: color for color in RUN_COLORS}
+        colors = {key: rich_color(shade(variables, name)) for key, name in names.items()}
         with self.batch_update():
             self._line("headline", headline(self.shown, colors, self.size.width))
             self._line("numbers", numbers(self.shown, self.size.width))
-            text = when(self.shown, colors)
+            text = when(self.shown, colors, self.size.width)
             self.query_one("#when").display = bool(text.plain)
             self._line("when", text)
             self.panel.show(self.shown)
@@ -320,18 +314,27 @@ class Monitor(App[None]):
             self.set_focus(None)
 
     def action_help(self) -> None:
-        self.push_screen(Help())
+        self.push_screen(Page(page(self.shown.view.start)))
+
+    def _ask(self, dialog: Ask | Confirm, act: Callable[[str], object]) -> None:
+        """Ask the user, and act on an answer."""
+
+        def on_answer(answer: str | None) -> None:
+            if answer:
+                act(answer)
+
+        self.push_screen(dialog, on_answer)
 
     def action_step(self) -> None:
-        def go(answer: str | None) -> None:
-            view = self.shown.newest
-            numbers = view.history.steps.values[: view.length]
-            if numbers and answer and answer.strip().isdigit():
-                step = int(answer)
-                nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
-                self.change(replace(self.shown, cursor=nearest))
+        self._ask(Ask("go to step"), self._go_to_step)
 
-        self.push_screen(Ask("go to step"), go)
+    def _go_to_step(self, answer: str) -> None:
+        view = self.shown.newest
+        numbers = view.history.steps.values[: view.length]
+        if numbers and answer.strip().isdigit():
+            step = int(answer)
+            nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
+            self.change(replace(self.shown, cursor=nearest))
 
     def action_zoom(self, by: int) -> None:
         self.change(self.shown.zoomed(by))
@@ -347,6 +350,10 @@ class Monitor(App[None]):
         )
         self.change(replace(self.shown, span=span))
         self.tell(f"moving average over {span} steps" if span else "no moving average")
+
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """Return the screen as SVG for every renderer."""
+        return portable(super().export_screenshot(title=title, simplify=simplify))
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
         if self.is_web:
@@ -405,7 +412,7 @@ class Monitor(App[None]):
         if message.jump:
             self.change(self.shown.to_time(message.moment.time_s))
         else:
-            self.push_screen(Raw(message.moment))
+            self.push_screen(record_page(message.moment))
 
     def on_runs_panel_chosen(self, message: RunsPanel.Chosen) -> None:
         self._open(message.folder, overlay=message.overlay)
@@ -432,12 +439,8 @@ class Monitor(App[None]):
         self._request("end the run?", choices)
 
     def action_note(self) -> None:
-        def send(text: str | None) -> None:
-            if text:
-                self._send("note", text)
-
         if self._may_ask():
-            self.push_screen(Ask("a note for the run's log"), send)
+            self._ask(Ask("a note for the run's log"), partial(self._send, "note"))
 
     def action_acknowledge(self) -> None:
         alerts = self.shown.view.active_alerts()
@@ -445,13 +448,8 @@ class Monitor(App[None]):
             self._send("acknowledge", alerts[-1].code)
 
     def _request(self, question: str, choices: dict[str, str]) -> None:
-        def send(answer: str | None) -> None:
-            if answer:
-                self._send(answer)
-
         if self._may_ask():
-            name = self.shown.snapshot.name
-            self.push_screen(Confirm(f"{name}: {question}", choices), send)
+            self._ask(Confirm(f"{self.shown.snapshot.name}: {question}", choices), self._send)
 
     def _may_ask(self) -> bool:
         snapshot = self.shown.snapshot
@@ -495,42 +493,29 @@ class Monitor(App[None]):
         self.run_worker(export, thread=True, group="export", exit_on_error=False)
 
     def action_chart_file(self) -> None:
-        """Write a chart's numbers into a file, whose name says which chart."""
+        question = f"write a chart's numbers, such as loss.csv, or copy them, as loss: {_CHARTS}"
+        self._ask(Ask(question), self._export_chart)
 
-        def write(answer: str | None) -> None:
-            if answer:
-                self._write_chart(Path(answer).expanduser())
-
-        if self.shown.readonly:
+    def _export_chart(self, answer: str) -> None:
+        """Write a chart's numbers into a file, whose name says which chart; with a chart's name
+        alone copy them to the terminal's clipboard, by OSC 52."""
+        path = Path(answer).expanduser()
+        if answer in KINDS:
+            self.copy_to_clipboard(as_csv(answer, self.shown))
+            self.tell(f"{answer}: copied as CSV, if the terminal allows it")
+        elif path.stem not in KINDS or path.suffix != ".csv":
+            self.tell(f"{path.name}: give a chart's name, or that and .csv: {_CHARTS}", "warning")
+        elif self.shown.readonly:
             self.tell("--readonly: nothing is written", "warning")
-        else:
-            self.push_screen(Ask(f"chart, such as loss.csv: {_CHARTS}"), write)
-
-    def _write_chart(self, path: Path) -> None:
-        if path.stem not in KINDS or path.suffix != ".csv":
-            self.tell(f"{path.name}: give a chart's name and .csv: {_CHARTS}", "warning")
-            return
-        if path.exists():
+        elif path.exists():
             self.tell(f"{path} exists: it is left as it is", "warning")
-            return
-        try:
-            replace_file(path, as_csv(path.stem, self.shown))
-        except OSError as error:
-            self.tell(f"{path} cannot be written: {error.strerror}", "error")
         else:
-            self.tell(f"saved {path.absolute()}")
-
-    def action_copy(self) -> None:
-        """Copy a chart's numbers to the terminal's clipboard, by OSC 52."""
-
-        def copy(answer: str | None) -> None:
-            if answer in KINDS:
-                self.copy_to_clipboard(as_csv(answer, self.shown))
-                self.tell(f"{answer}: copied as CSV, if the terminal allows it")
-            elif answer:
-                self.tell(f"{answer}: give a chart's name: {_CHARTS}", "warning")
-
-        self.push_screen(Ask(f"copy the numbers of a chart: {_CHARTS}"), copy)
+            try:
+                replace_file(path, as_csv(path.stem, self.shown))
+            except OSError as error:
+                self.tell(f"{path} cannot be written: {error.strerror}", "error")
+            else:
+                self.tell(f"saved {path.absolute()}")
 
     # ---- the command palette
 

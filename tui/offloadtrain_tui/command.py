@@ -59,7 +59,7 @@ def tui(
     once
         Print one frame and exit.
     screenshot
-        Write one frame as SVG and exit.
+        Write one frame as FILE.svg, or with rsvg-convert (librsvg) as FILE.png, and exit.
     replay
         Replay a run from its beginning.
     speed
@@ -151,9 +151,10 @@ def _set_theme(app: Monitor, theme: str) -> str:
 def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:
     """Print one frame, or write it as a picture."""
     from offloadtrain_tui.frame import frame
+    from offloadtrain_tui.svg import write
 
     width, height = _parsed(size)
-    terminal = sys.stderr  # Textual takes it while it draws
+    terminal = unfiltered(sys.stderr)  # Textual takes stderr while it draws
 
     def say(text: str) -> None:
         if terminal.isatty():
@@ -162,7 +163,8 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
 
     text, svg = asyncio.run(frame(app, screen, width, height, say))
     if screenshot is not None:
-        screenshot.write_text(svg)
+        if problem := write(screenshot, svg):
+            return _refuse(problem)
         print(screenshot)
     else:
         print(text)

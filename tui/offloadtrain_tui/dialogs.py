@@ -63,20 +63,27 @@ class Ask(ModalScreen[str]):
         self.dismiss(event.value)
 
 
-class Raw(ModalScreen[None]):
-    """The raw record of the log."""
+class Page(ModalScreen[None]):
+    """Texts that can be scrolled."""
 
     AUTO_FOCUS = "VerticalScroll"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,q", "dismiss", "close")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,enter,question_mark,q", "dismiss", "close")
+    ]
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, *texts: Text | Syntax) -> None:
         super().__init__()
-        self._moment = moment
+        self._texts = texts
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog wide"):
-            yield Static(Text(f"{self._moment.kind}, rank {self._moment.rank}", "bold"))
-            yield Static(Syntax(pretty(self._moment.raw), "json", word_wrap=True))
+            yield from map(Static, self._texts)
+
+
+def record_page(moment: Moment) -> Page:
+    """Return a page with the raw record of the log."""
+    title = Text(f"{moment.kind}, rank {moment.rank}", "bold")
+    return Page(title, Syntax(pretty(moment.raw), "json", word_wrap=True))
 
 
 def pretty(raw: bytes) -> str:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from rich.text import Text
-from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
-from textual.widgets import Static
+
+from offloadtrain.events import schema
+from offloadtrain_tui.text import lane_word
 
 KEYS = (
     (
@@ -21,7 +17,7 @@ KEYS = (
     ("g  End", "go to a step by its number; back to live"),
     ("Space", "hold, go on"),
     ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
-    ("e  k", "write a chart's numbers into a file (CSV); copy them"),
+    ("e", "write a chart's numbers into a file (CSV), or copy them"),
     ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
     ("r  o", "next run;  on 9: draw the chosen run beside this one"),
     ("/  Enter  j", "events: filter, show the record, go to its step"),
@@ -33,36 +29,23 @@ KEYS = (
 )
 WORDS = (
     ("waits", "time that compute waited for the CPU or for a copy"),
-    ("GPU→CPU", "gradients on their way to the host's memory"),
-    ("CPU Adam", "the optimizer's update, on the CPU"),
-    ("CPU→GPU", "updated weights on their way to the GPU"),
+    ("d2h", "gradients on their way to the host's memory"),
+    ("host", "the optimizer's update, on the CPU"),
+    ("h2d", "updated weights on their way to compute"),
     ("Adam m, v", "the optimizer's first and second moments"),
-    ("MFU", "floating-point operations of the model, of the GPU's peak"),
+    ("MFU", "floating-point operations of the model, of the device's peak"),
     ("peak, plan", "the most that an owner has held; what the plan said before the run"),
 )
 MARKS = (("▾", "checkpoint"), ("▸", "start"), ("✗", "skipped, or not finite"), ("!", "alert"))
 
 
-class Help(ModalScreen[None]):
-    """One page, which the same key closes."""
-
-    AUTO_FOCUS = "VerticalScroll"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,q", "dismiss", "close"),
-    ]
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="dialog wide"):
-            yield Static(page())
-
-
-def page() -> Text:
-    """Return the page; 24 lines, so that a small terminal shows most of it at once."""
+def page(start: schema.RunStarted | None) -> Text:
+    """Return the page, in the words of a run; 24 lines, of which a small terminal shows most."""
     text = Text()
     for title, lines in (("Keys", KEYS), ("Words", WORDS)):
         text.append(f"{title}\n", "bold")
         for key, what in lines:
-            text.append(f"{key:>14}", "bold").append(f"  {what}\n")
+            text.append(f"{lane_word(key, start):>14}", "bold").append(f"  {what}\n")
     text.append("Marks", "bold")
     text.append("    " + "   ".join(f"{sign} {what}" for sign, what in MARKS))
     return text

@@ -76,7 +76,7 @@ def planned(view: View) -> dict[tuple[str, str], int]:
         if isinstance(size, int)
     }
     moving = plan.get("activations")
-    if sizes and isinstance(moving, dict) and not is_on_cpu(view):
+    if sizes and isinstance(moving, dict) and not view.on_cpu:
         sizes["device", ACTIVATIONS] = sum(s for s in moving.values() if isinstance(s, int))
     return sizes
 
@@ -131,7 +131,7 @@ def shown_gpus(shown: ViewState) -> ShownGpus:
     """Return the GPUs of a screen; none of a run on CPUs."""
     local_system = local(shown)
     system = local_system or shown.view.system
-    gpus = system.gpus if system and not is_on_cpu(shown.view) else ()
+    gpus = system.gpus if system and not shown.view.on_cpu else ()
     state = clean(system.gpu_state) if system and not gpus else ""
     return ShownGpus(gpus, "as logged" if local_system is None else "live", state)
 
@@ -149,7 +149,7 @@ def devices(shown: ViewState) -> list[Tier]:
             )
             for gpu in (local_system.gpus if local_system else ())
         ]
-    if is_on_cpu(shown.view):
+    if shown.view.on_cpu:
         return []
     return [_of_rank(view, local_system, shown) for view in shown.views]
 
@@ -242,7 +242,7 @@ def host(shown: ViewState) -> Tier:
 
 def _host_parts(views: Sequence[View], rss: int) -> tuple[Part, ...]:
     """Return the owners of all ranks, and the rest of their resident memory."""
-    tiers = ("host", "device") if views and is_on_cpu(views[0]) else ("host",)
+    tiers = ("host", "device") if views and views[0].on_cpu else ("host",)
     parts = _parts(row for view in views for row in view.memory if row.tier in tiers)
     rest = max(rss - sum(part.nbytes for part in parts), 0)
     name = f"{PROCESS}, activations" if "device" in tiers else PROCESS
@@ -252,7 +252,7 @@ def _host_parts(views: Sequence[View], rss: int) -> tuple[Part, ...]:
 
 def _planned_host(views: Sequence[View]) -> int:
     """Return the planned bytes of these ranks, including those of their processes."""
-    tiers = ("host", "device") if views and is_on_cpu(views[0]) else ("host",)
+    tiers = ("host", "device") if views and views[0].on_cpu else ("host",)
     sizes = [size for view in views for (tier, _), size in planned(view).items() if tier in tiers]
     process_sizes = [view.start.plan.get("process_bytes") for view in views if view.start]
     return sum(sizes) + sum(size for size in process_sizes if isinstance(size, int)) if sizes else 0
@@ -309,10 +309,6 @@ def _age(time_s: float | None, shown: ViewState) -> str:
         return ""
     age_s = shown.now_s - time_s
     return f"as of {units.format_duration(age_s)} ago" if age_s > OLD_S else ""
-
-
-def is_on_cpu(view: View) -> bool:
-    return view.start is not None and view.start.plan.get("device") == "cpu"
 
 
 def _uuid(view: View) -> str:
@@ -383,17 +379,18 @@ def within_step(view: View, start_ms: float, end_ms: float) -> Area:
     """Return memory between two times of the newest sampled step, above the least of it."""
     curve = view.curve
     if curve is None or not curve.kib or len(curve.kib) != len(curve.at_ms) or end_ms <= start_ms:
-        return Area("memory within the step")
+        return Area("memory within the step: no samples")
     sizes = [1024 * kib for kib in curve.kib]
     least, most = min(sizes), max(sizes)
+    where = "torch on the GPU" if curve.tier == "device" else "the process"
+    low, high = units.format_bytes(least), units.format_bytes(most)
+    title = f"memory of {where} within step {curve.step}: {low}"
+    if low == high:
+        return Area(f"{title}, unchanged")
     columns = []
     for number in range(_COLUMNS):
         at_ms = start_ms + (end_ms - start_ms) * (number + 0.5) / _COLUMNS
         index = min(bisect_left(curve.at_ms, at_ms), len(sizes) - 1)
         columns.append((sizes[index] - least, 0, 0))
-    where = "torch on the GPU" if curve.tier == "device" else "the process"
-    low, high = units.format_bytes(least), units.format_bytes(most)
-    title = f"memory of {where} within step {curve.step}: {low} to {high}"
-    return Area(
-        title, tuple(columns), axis=(milliseconds(start_ms), milliseconds(end_ms)), base=least
-    )
+    axis = milliseconds(start_ms), milliseconds(end_ms)
+    return Area(f"{title} to {high}", tuple(columns), axis=axis, base=least)

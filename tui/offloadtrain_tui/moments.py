@@ -87,7 +87,7 @@ _DESCRIBE: dict[type, Callable[[Any], tuple[str, str]]] = {
     ),
     schema.Checkpoint: lambda event: (
         "error" if event.state == "failed" else "good",
-        f"{event.state} {event.path}",
+        f"{event.state} {event.path.rpartition('/')[2]}",
     ),
     schema.Alert: lambda event: (
         ("good", f"{event.code} is over: {event.message}")

@@ -7,14 +7,14 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from offloadtrain.config import units
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.text import clean, lane_word, milliseconds, short
 from offloadtrain_tui.view_state import ViewState, marks
 from offloadtrain_tui.widgets.chart import Curve, Mark, Plot
-
-_RUN_COLORS = ("secondary", "warning", "accent", "success")
+from offloadtrain_tui.widgets.styles import RUN_COLORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Kind:
     """A chart of one or more series of the steps.
 
     Attributes:
-        fields: (series, label, color, mirrored) for each curve.
+        fields: (series, label or lane, color, mirrored) for each curve.
         log: True if `y` makes its axis logarithmic.
         smoothed: the first curve gets a moving average over it.
         least_range, from_zero: as those of a `Plot`.
@@ -63,13 +63,13 @@ KINDS: dict[str, Kind] = {
         least_range=0.02,
     ),
     "grad_norm": Kind("gradient norm", single_curve("grad_norm", "accent"), log=True),
-    "lr": Kind("learning rate", single_curve("lr", "secondary"), log=True),
+    "lr": Kind("learning rate", single_curve("lr"), log=True),
     "loss_scale": Kind("loss scale", single_curve("loss_scale", "warning"), log=True),
     "tokens_per_s": Kind(
         "tokens/s", single_curve("tokens_per_s", "success"), smoothed=True, least_range=STEADY
     ),
     "mfu": Kind("MFU", single_curve("mfu", "success"), form=_percent, least_range=STEADY),
-    "step_ms": Kind("step", single_curve("step_ms"), form=milliseconds, least_range=STEADY),
+    "step_ms": Kind("step time", single_curve("step_ms"), form=milliseconds, least_range=STEADY),
     "phases": Kind(
         "forward, backward, optimizer",
         (
@@ -82,13 +82,14 @@ KINDS: dict[str, Kind] = {
         from_zero=True,
     ),
     "bus": Kind(
-        "bus",
-        (("h2d_gbps", "CPU→GPU", "primary", False), ("d2h_gbps", "GPU→CPU", "warning", True)),
+        "bandwidth",
+        (("h2d_gbps", "h2d", "primary", False), ("d2h_gbps", "d2h", "warning", True)),
         unit=" GB/s",
+        form=lambda value: "-" if value is None else f"{value:.3g}",
     ),
     "bytes": Kind(
         "moved",
-        (("h2d_bytes", "CPU→GPU", "primary", False), ("d2h_bytes", "GPU→CPU", "warning", True)),
+        (("h2d_bytes", "h2d", "primary", False), ("d2h_bytes", "d2h", "warning", True)),
         form=_bytes,
     ),
     "host_ms": Kind(
@@ -99,7 +100,7 @@ KINDS: dict[str, Kind] = {
     ),
     "exposed": Kind(
         "waits, share of a step",
-        single_curve("exposed_share", "error"),
+        single_curve("exposed_share", "warning"),
         form=_percent,
         from_zero=True,
     ),
@@ -109,14 +110,14 @@ KINDS: dict[str, Kind] = {
 def plot(name: str, shown: ViewState) -> Plot:
     """Return a chart over the steps of rank 0."""
     kind, view = KINDS[name], shown.newest
-    series = view.history.series
+    series, word = view.history.series, partial(lane_word, start=view.start)
     curves = [
-        Curve(label, series[field], series[field].shown(view.length), color, mirrored)
+        Curve(word(label), series[field], series[field].shown(view.length), color, mirrored)
         for field, label, color, mirrored in kind.fields
     ]
     if kind.smoothed and shown.span:
         field, _, color, _ = kind.fields[0]
-        curves[0] = Curve("", series[field], view.length, "foreground")
+        curves[0] = Curve("step", series[field], view.length, "foreground")
         curves.insert(
             0, Curve("mean", view.history.smoothed(field, shown.span), view.length, color)
         )
@@ -143,9 +144,9 @@ def _of_others(kind: Kind, shown: ViewState) -> list[Curve]:
     span = shown.span if kind.smoothed else 0
     for number, other in enumerate(shown.other_runs):
         view = other.first
-        color = _RUN_COLORS[number % len(_RUN_COLORS)]
+        color = RUN_COLORS[number % len(RUN_COLORS)]
         series = view.history.smoothed(field, span) if span else view.history.series[field]
-        curves.append(Curve(other.name[-12:], series, view.length, color))
+        curves.append(Curve("mean" if span else "", series, view.length, color))
     return curves
 
 

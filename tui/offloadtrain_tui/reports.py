@@ -253,7 +253,9 @@ def report(snapshot: Snapshot) -> str:
     ]
     if snapshot.set_up is None:  # else the rest is of its start before
         lines.append("" if view.val_loss is None else f"validation loss {view.val_loss:.4f}")
-        lines += [_memory_line(view, tier) for tier in ("device", "host")]
+        one_memory = {"memory": ("device", "host")}
+        tiers = one_memory if view.on_cpu else {"device": ("device",), "host": ("host",)}
+        lines += [_memory_line(view, *item) for item in tiers.items()]
         alerts = view.active_alerts()
         lines += [f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in alerts]
         end = view.end.message if view.end else ""
@@ -261,11 +263,11 @@ def report(snapshot: Snapshot) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _memory_line(view: View, tier: str) -> str:
-    rows = [row for row in view.memory if row.tier == tier]
+def _memory_line(view: View, name: str, tiers: tuple[str, ...]) -> str:
+    rows = [row for row in view.memory if row.tier in tiers]
     total = units.format_bytes(sum(row.num_bytes for row in rows))
     sizes = (f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in rows[:4])
-    return f"{tier}: {total} ({', '.join(sizes)})" if rows else f"{tier}: not known yet"
+    return f"{name}: {total} ({', '.join(sizes)})" if rows else f"{name}: not known yet"
 
 
 def _death(view: View) -> str:

@@ -16,6 +16,7 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
 from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.widgets.styles import RUN_COLORS
 
 SIGNS = {
     "opening": "○",
@@ -60,7 +61,6 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
         (f"  {clean(problem, 100)}" if problem else "", "bold"),
         progress,
         _end(shown, state),
-        (f"  + {len(shown.other_runs)} overlaid" if shown.other_runs else "", "dim"),
         ("  reading…" if is_reading else "", "dim"),
         no_wrap=True,
         overflow="ellipsis",
@@ -95,7 +95,9 @@ def numbers(shown: ViewState, width: int = 120) -> Text:
     parts: list[str | tuple[str, str]] = [(f" {before_first_step(shown)}", "bold")]
     if not (view.is_before_first_step or (shown.is_live and shown.snapshot.set_up)):
         planned, bound, mfu = against_plan(view), bound_by(view), view.last("mfu")
-        planned = planned.replace("% of", "%") if is_narrow else planned
+        if is_narrow:
+            planned = planned.partition("other programs")[0].removesuffix(", ")
+            planned = planned.replace("% of", "%")
         bound = bound.replace("bound by", "bound:") if is_narrow else bound
         known = {
             "val": view.val_loss,
@@ -140,9 +142,9 @@ def before_first_step(shown: ViewState) -> str:
     return f"first step: {spent}{usual}{resumed}{before}"
 
 
-def when(shown: ViewState, colors: ColorOf) -> Text:
-    """Return the screen's position in time (live, at a step, in a replay) and active alerts, the
-    newest first."""
+def when(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
+    """Return the screen's position in time (live, at a step, in a replay), how a run has ended, the
+    overlaid runs, and active alerts, the newest first."""
     text = Text(overflow="ellipsis")
     ending = shown.snapshot.ending if shown.is_newest else None
     if shown.at_s is not None:
@@ -162,10 +164,14 @@ def when(shown: ViewState, colors: ColorOf) -> Text:
     elif silent := _silence(shown):
         text.append(f" {silent}", "bold")
     elif (end := shown.view.end) is not None and end.status == "failed" and end.message:
-        text.append(f" ✖ {clean(end.message, 300)}", f"bold {colors.get('failed', '')}")
+        text.append(f" ✖ {clean(end.message, 2 * width - 8)}", f"bold {colors.get('failed', '')}")
     if ending is not None and ending.saved:
         text.append(f"{chr(10) if text else ''} {ending.saved}", "bold")
         text.append(f"; {ending.next}" if ending.next else "")
+    for number, other in enumerate(shown.other_runs):
+        text.append(" " if number else f"{chr(10) if text else ''} overlaid: ", "dim")
+        color = colors.get(RUN_COLORS[number % len(RUN_COLORS)], "")
+        text.append(f"━━ {clean(other.name)}", f"bold {color}")
     alerts = shown.view.active_alerts()
     if alerts and ending:
         text.append(f"{chr(10) if text else ''} alerts at its end:", "dim")

@@ -67,11 +67,25 @@ _LANES = {
 }
 
 
-def lane_word(lane: str, rule: str = "") -> str:
-    """Return the word for a lane. `rule`: the run's update rule, if it is not Adam's kind."""
-    if lane == "host" and rule and not rule.startswith("Adam"):
+_LANES_ON_CPU = {
+    "d2h": "gradients",
+    "h2d": "weights",
+    "update": "state",
+    "disk_load": "disk→CPU",
+}
+
+
+def is_on_cpu(start: schema.RunStarted | None) -> bool:
+    return start is not None and start.plan.get("device") == "cpu"
+
+
+def lane_word(lane: str, start: schema.RunStarted | None) -> str:
+    """Return the word for a lane; the run's start knows its device and its update rule."""
+    rule = start.plan.get("update_rule") if start else None
+    if lane == "host" and isinstance(rule, str) and not rule.startswith("Adam"):
         return f"CPU {rule}"
-    return _LANES.get(lane, lane)
+    words = _LANES | _LANES_ON_CPU if is_on_cpu(start) else _LANES
+    return words.get(lane, lane)
 
 
 def percent(share: float) -> str:

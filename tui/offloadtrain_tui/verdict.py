@@ -29,19 +29,17 @@ def bound_by(view: View) -> str:
     parts = shares(view)
     if not parts:
         return ""
-    rule = view.start.plan.get("update_rule") if view.start else None
-    rule = rule if isinstance(rule, str) else ""
     first = max(parts, key=lambda lane: parts[lane])
     if parts[first] < _LEAST_SHARE:
         return ""
-    text = f"bound by {lane_word(first, rule).upper()} {percent(parts[first])}"
+    text = f"bound by {lane_word(first, view.start).upper()} {percent(parts[first])}"
     waits = {lane: share for lane, share in parts.items() if lane not in ("compute", "data")}
     if first in waits:
         return f"{text}: compute waits, and works {percent(parts['compute'])}"
     waited = sum(waits.values())
     longest = max(waits, key=lambda lane: waits[lane], default="")
     return f"{text}, waits {percent(waited)}" + (
-        f" ({lane_word(longest, rule)})" if longest and waited >= 0.0005 else ""
+        f" ({lane_word(longest, view.start)})" if longest and waited >= 0.0005 else ""
     )
 
 

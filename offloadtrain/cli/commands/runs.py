@@ -59,16 +59,21 @@ def checkpoints(
     as_json
         Print one JSON object per line.
     """
+    from offloadtrain.config.units import format_bytes
     from offloadtrain.train.checkpoint import checkpoint
 
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"{run} is not a run folder: it has no folder checkpoints")
     damaged, problems = False, 0
+    if not as_json:
+        print(f"{'checkpoint':<16}  {'state':<8}  {'size':>9}  ranks")
     for path in checkpoint.find(folder):
         row = _row(path, verify=verify)
         damaged = damaged or row.state == "damaged"
-        print(json.dumps(asdict(row)) if as_json else _line(row), flush=True)
+        size = format_bytes(row.num_bytes)
+        line = f"{row.name:<16}  {row.state:<8}  {size:>9}  {row.ranks:>5}"
+        print(json.dumps(asdict(row)) if as_json else line, flush=True)
         problems += bool(row.problem)
         if row.problem and problems <= MOST_PRINTED:
             print(row.problem, file=sys.stderr)
@@ -89,12 +94,6 @@ def _row(path: Path, *, verify: bool) -> _Row:
         return _Row(path.name, "newer", problem=str(error))
     manifest, state = opened.manifest, "verified" if verify else "listed"
     return _Row(path.name, state, manifest.num_bytes, len(manifest.sizes))
-
-
-def _line(row: _Row) -> str:
-    from offloadtrain.config.units import format_bytes
-
-    return f"{row.name}\t{row.state}\t{format_bytes(row.num_bytes)}\t{row.ranks}"
 
 
 def export(

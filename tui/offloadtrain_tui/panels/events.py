@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
@@ -24,13 +25,12 @@ _COLORS = {"good": "success", "warning": "warning", "error": "error", "info": ""
 class EventsPanel(Panel):
     """The moments of all ranks; Enter shows the record, `j` jumps to its step."""
 
+    @dataclass
     class Chosen(Message):
         """A selected moment; `jump`: move the whole screen there."""
 
-        def __init__(self, moment: Moment, *, jump: bool) -> None:
-            super().__init__()
-            self.moment = moment
-            self.jump = jump
+        moment: Moment
+        jump: bool
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter"),

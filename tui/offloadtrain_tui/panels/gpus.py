@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Grid, VerticalScroll
-from textual.widgets import Static
+from textual.containers import Grid
+from textual.widgets import DataTable, Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
@@ -16,8 +16,7 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ZOOMS, ViewState
 from offloadtrain_tui.widgets.chart import Chart, Curve, Plot
-from offloadtrain_tui.widgets.rows import Rows, Table
-from offloadtrain_tui.widgets.table import tell
+from offloadtrain_tui.widgets.table import fill, tell
 
 COLUMNS = ("GPU", "name", "busy", "power", "heat", "clock", "memory", "link")
 _LEAST_WINDOW = 16
@@ -64,8 +63,7 @@ class Gpus(RankPanel):
 
     def compose(self) -> ComposeResult:
         yield Static(id="gpus-text", markup=False)
-        with VerticalScroll(id="gpus-all"):
-            yield Rows(id="gpus-rows")
+        yield DataTable(id="gpus-rows", cursor_type="none", zebra_stripes=True)
         with Grid(id="gpus-charts"):
             for name, kind in KINDS.items():
                 yield Chart(Plot(kind.title), id=f"gpus-{name}", pickable=False)
@@ -75,9 +73,9 @@ class Gpus(RankPanel):
         tell(self.query_one("#gpus-text", Static), _about(shown, there, view))
         # A narrow terminal has no room for the links.
         count = len(COLUMNS) - (self.app.size.width < NARROW)
-        rows = tuple(_row(gpu)[:count] for gpu in there.gpus)
-        self.query_one("#gpus-rows", Rows).show(Table(COLUMNS[:count] if rows else (), rows))
-        is_logged = bool(view.history.gpu.times) and not memory.is_on_cpu(shown.view)
+        rows = [_row(gpu)[:count] for gpu in there.gpus]
+        fill(self.query_one(DataTable), COLUMNS[:count] if rows else (), rows)
+        is_logged = bool(view.history.gpu.times) and not shown.view.on_cpu
         self.query_one("#gpus-charts", Grid).display = is_logged
         length = view.history.gpu.count(view.time_s)
         for name, kind in KINDS.items():
@@ -113,7 +111,7 @@ def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
 
 
 def _about(shown: ViewState, there: memory.ShownGpus, view: View) -> str:
-    if memory.is_on_cpu(shown.view):
+    if shown.view.on_cpu:
         return " this run uses no GPU"
     if not there.gpus:
         return f" no GPU to show: {there.state}".rstrip(": ")

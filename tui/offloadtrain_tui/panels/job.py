@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.containers import VerticalScroll
+from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Static
 
 from offloadtrain.config import units
@@ -17,6 +17,9 @@ from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import tell
 
+_SIZES = ("memory.", "activations.")
+"""Tables of the plan, in bytes."""
+
 
 class JobPanel(Panel):
     """The facts of the run's start."""
@@ -25,7 +28,10 @@ class JobPanel(Panel):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="job-scroll"):
-            yield Static(id="job-text")
+            yield Static(id="job-top")
+            with Horizontal(id="job-columns"):
+                yield Static(id="job-left")
+                yield Static(id="job-right")
 
     def display_state(self, shown: ViewState) -> None:
         start = shown.view.start
@@ -34,8 +40,10 @@ class JobPanel(Panel):
         if jobs != self._shown_jobs:
             self._shown_jobs = jobs
             apart = [_apart(start, *other) for other in other_jobs] if start else []
-            text = Text("\n").join([*apart, _about(start)])
-            tell(self.query_one("#job-text", Static), text)
+            title, *columns = _about(start)
+            texts = Text("\n").join([*apart, title]), *columns
+            for name, text in zip(("top", "left", "right"), texts, strict=True):
+                tell(self.query_one(f"#job-{name}", Static), text)
 
 
 def differences(
@@ -62,23 +70,22 @@ def _apart(start: schema.RunStarted, name: str, other: schema.RunStarted | None)
     return text
 
 
-def _about(start: schema.RunStarted | None) -> Text:
+def _about(start: schema.RunStarted | None) -> tuple[Text, Text, Text]:
+    """Return a title, the job, and all else that is known at the start."""
     if start is None:
-        return Text.assemble((" the log has no job yet", "dim"))
-    text = Text.assemble(
-        (f" {clean(start.name)}", "bold"),
-        f"  {short(start.num_params)} parameters  pid {start.pid}",
-        f"  {start.world_size} rank{'s' if start.world_size != 1 else ''}\n",
-    )
-    for title, values in (
-        ("job", start.config),
-        ("plan", start.plan),
-        ("kernels", start.backend),
-        ("machine", start.machine),
-    ):
-        text.append(f"\n {title}\n", "bold")
-        for key, value in flat(values):
-            text.append(f"   {clean(key, 60):<36} {value}\n")
+        return Text(" the log has no job yet", "dim"), Text(), Text()
+    ranks = f"{start.world_size} rank{'s' if start.world_size != 1 else ''}"
+    facts = f"  {short(start.num_params)} parameters  pid {start.pid}  {ranks}"
+    title = Text.assemble((f" {clean(start.name)}", "bold"), facts)
+    others = ("plan", start.plan), ("kernels", start.backend), ("machine", start.machine)
+    tables = Text().join(_table(name, values) for name, values in others)
+    return title, _table("job", start.config), tables
+
+
+def _table(title: str, values: Mapping[str, Any]) -> Text:
+    text = Text.assemble((f"\n {title}\n", "bold"))
+    for key, value in flat(values):
+        text.append(f"   {clean(key, 60):<30} {value}\n")
     return text
 
 
@@ -90,7 +97,7 @@ def flat(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, s
     elif isinstance(values, list) and values and depth < 6 and isinstance(values[0], dict):
         for number, value in enumerate(values[:16]):
             yield from flat(value, f"{prefix}[{number}]", depth + 1)
-    elif prefix.endswith("_bytes") and isinstance(values, int):
+    elif isinstance(values, int) and (prefix.endswith("_bytes") or prefix.startswith(_SIZES)):
         yield prefix, units.format_bytes(values)
     else:
-        yield prefix, clean(str(values), 200)
+        yield prefix, f"{values:.6g}" if isinstance(values, float) else clean(str(values), 200)

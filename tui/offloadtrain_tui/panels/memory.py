@@ -38,7 +38,7 @@ class MemoryPanel(RankPanel):
     def display_state(self, shown: ViewState) -> None:
         tiers = memory.bars(shown)
         self.query_one(MemoryBars).show(tiers)
-        on_device = "CPU" if memory.is_on_cpu(shown.view) else "GPU"
+        on_device = "CPU" if shown.view.on_cpu else "GPU"
         view = self.view_of_rank(shown)
         rows = [_cells(row, on_device) for row in memory.rows(view)]
         owner = f"owner on rank {view.history.rank} (v)" if len(shown.views) > 1 else "owner"
@@ -61,8 +61,8 @@ class MemoryPanel(RankPanel):
 
 def _about_processes(shown: ViewState, local_system: schema.System | None) -> str:
     """Return a title of the list of processes, or the reason why it is empty."""
-    if memory.is_on_cpu(shown.view):
-        return " this run uses no GPU"
+    if shown.view.on_cpu:
+        return ""
     if local_system is None:
         return " processes on the GPU: seen only on the run's own host, while it lives"
     if not local_system.gpus:

@@ -39,7 +39,7 @@ class Overview(Panel):
         spans = view.spans
         for widget in ("lanes", "charts"):
             self.query_one(f"#overview-{widget}").display = bool(shown.snapshot.state)
-        lanes = Lanes(spans[0].step if spans else 0, spans)
+        lanes = Lanes(spans[0].step if spans else 0, spans, view.start)
         self.query_one("#overview-lanes", Timeline).show(lanes)
         for name in CHARTS:
             self.query_one(f"#overview-{name}", Chart).show(plot(name, shown))

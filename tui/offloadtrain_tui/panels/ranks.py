@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from textual.app import ComposeResult
-from textual.containers import VerticalScroll
-from textual.widgets import Static
+from textual.widgets import DataTable, Static
 
 from offloadtrain.config import units
 from offloadtrain_tui.panels.base import Panel
@@ -17,21 +16,11 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, percent, short
 from offloadtrain_tui.verdict import RECENT_STEPS
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.rows import Rows, Table
-from offloadtrain_tui.widgets.table import tell
+from offloadtrain_tui.widgets.table import fill, tell
 
-RANKS = (
-    "rank",
-    "step",
-    "lag",
-    "step time",
-    "own",
-    "skew",
-    "waits",
-    "CPU Adam",
-    "memory",
-    "loss",
-)
+_EVEN = 0.01
+"""Of its own time: slower ranks are named."""
+RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits", "Adam", "memory", "loss")
 
 
 class Ranks(Panel):
@@ -39,19 +28,18 @@ class Ranks(Panel):
 
     def compose(self) -> ComposeResult:
         yield Static(id="ranks-text", markup=False)
-        with VerticalScroll(id="ranks-all"):
-            yield Rows(id="ranks-rows")
+        yield DataTable(id="ranks-rows", cursor_type="none", zebra_stripes=True)
 
     def display_state(self, shown: ViewState) -> None:
         views = shown.views
         tell(self.query_one("#ranks-text", Static), slow_stage(views) or skew(views))
-        self.query_one("#ranks-rows", Rows).show(rank_table(views))
+        fill(self.query_one(DataTable), *rank_table(views))
 
 
-def rank_table(views: Sequence[View]) -> Table:
-    """Return a row per rank. Divisions of the ranks add columns: with a pipeline stage and bubble,
-    with hybrid sharding the group that shares the state, with tensor parallelism the part of every
-    matrix, with expert parallelism the experts."""
+def rank_table(views: Sequence[View]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return columns, and a row per rank. Divisions of the ranks add columns: with a pipeline stage
+    and bubble, with hybrid sharding the group that shares the state, with tensor parallelism the
+    part of every matrix, with expert parallelism the experts."""
     heads: tuple[str, ...] = RANKS
     rows = rank_rows(views)
     for names, cells_of in _COLUMNS:
@@ -59,7 +47,7 @@ def rank_table(views: Sequence[View]) -> Table:
         if any(cells[-1] for cells in added):
             heads += names
             rows = [(*row, *cells) for row, cells in zip(rows, added, strict=True)]
-    return Table(heads, tuple(rows))
+    return heads, rows
 
 
 def of_plan(view: View, key: str, most: int) -> str:
@@ -125,7 +113,8 @@ def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
         own_ms = view.median_own_ms()
         apart = f"{100 * (own_ms / middle - 1):+.1f} %" if own_ms and middle else "-"
         lag = newest - view.step
-        device_bytes = sum(row.num_bytes for row in view.memory if row.tier == "device")
+        tiers = ("device", "host") if view.on_cpu else ("device",)
+        used_bytes = sum(row.num_bytes for row in view.memory if row.tier in tiers)
         rows.append(
             (
                 str(view.history.rank),
@@ -136,7 +125,7 @@ def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
                 apart,
                 milliseconds(view.last("exposed_ms")),
                 milliseconds(view.busy_ms("host")),
-                units.format_bytes(device_bytes),
+                units.format_bytes(used_bytes),
                 short(view.last("loss")),
             )
         )
@@ -150,9 +139,9 @@ def skew(views: Sequence[View]) -> str:
         return " one rank"
     slowest = max(views, key=lambda view: view.median_own_ms() or 0.0)
     over = (slowest.median_own_ms() or 0.0) / middle - 1
-    return (
-        f" {len(views)} ranks; the slowest is rank {slowest.history.rank}, {100 * over:.1f} % over"
-    )
+    if over < _EVEN:
+        return f" {len(views)} ranks, even"
+    return f" {len(views)} ranks; the slowest is rank {slowest.history.rank}, {percent(over)} over"
 
 
 def _middle(views: Sequence[View]) -> float:

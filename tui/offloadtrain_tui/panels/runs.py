@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,13 +26,12 @@ COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "ran", "last step
 class RunsPanel(Panel):
     """The list of runs; Enter opens one, `o` overlays it."""
 
+    @dataclass
     class Chosen(Message):
         """`overlay`: draw its curves over those of the open run; otherwise open it."""
 
-        def __init__(self, folder: Path, *, overlay: bool) -> None:
-            super().__init__()
-            self.folder = folder
-            self.overlay = overlay
+        folder: Path
+        overlay: bool
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "overlay", "draw beside")]
 

@@ -36,9 +36,9 @@ class TimelinePanel(Panel):
 
     def display_state(self, shown: ViewState) -> None:
         widget = self.query_one(Timeline)
-        spans = shown.view.spans
-        self._view = shown.view
-        self._draw(replace(widget.lanes, step=spans[0].step if spans else 0, spans=spans))
+        self._view = view = shown.view
+        step = view.spans[0].step if view.spans else 0
+        self._draw(replace(widget.lanes, step=step, spans=view.spans, start=view.start))
 
     def _draw(self, lanes: Lanes) -> None:
         """Draw the lanes, and the memory of the same interval below them."""

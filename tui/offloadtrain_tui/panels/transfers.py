@@ -44,14 +44,12 @@ def _summary(shown: ViewState) -> Text:
         if lane not in MAIN_LANES and not busy_ms:
             continue
         share = f"{100 * busy_ms / step_ms:3.0f} % of step" if step_ms else ""
-        text.append(
-            f" {lane_word(lane):<8} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n"
-        )
+        name = lane_word(lane, view.start)
+        text.append(f" {name:<9} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
     exposed = view.last("exposed_ms") or 0.0
     hidden = max(view.busy_ms("host") - exposed, 0.0)
-    waits = f" compute waited {milliseconds(exposed)}; of the host's work {milliseconds(hidden)}"
-    text.append(f"{waits} was hidden at least", "bold")
-    return text
+    waits = f" compute waited {milliseconds(exposed)}; at least {milliseconds(hidden)} of the"
+    return text.append(f"{waits} CPU's work was hidden", "bold")
 
 
 _FIELDS = {
@@ -78,7 +76,7 @@ def _moved(lane: str, view: View) -> str:
     gbps = nbytes / busy_ms / 1e6
     most = calibrated(view).get(lane)
     share = f", {100 * gbps / most:.0f} % of calibrated" if most else ""
-    return f"{units.format_bytes(nbytes)} at {gbps:.1f} GB/s{share}"
+    return f"{units.format_bytes(nbytes)} at {gbps:.3g} GB/s{share}"
 
 
 def calibrated(view: View) -> dict[str, float]:
@@ -96,4 +94,4 @@ def _adam(view: View) -> str:
     busy_ms = view.busy_ms("host")
     if not isinstance(moved, int) or not busy_ms:
         return ""
-    return f"{rule} moves {units.format_bytes(moved)}, {moved / busy_ms / 1e6:.1f} GB/s or more"
+    return f"{rule} moves {units.format_bytes(moved)}, {moved / busy_ms / 1e6:.3g} GB/s or more"

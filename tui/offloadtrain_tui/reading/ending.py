@@ -76,7 +76,9 @@ def ending_of(folder: Path | None, view: View, state: str) -> Ending | None:
         return Ending(at_s, lasted_s)
     total = view.total_steps or 0
     longer = 2 * total if state == "done" and view.step >= total else 0
-    command = resume_command(folder, view.start.world_size if view.start else 1, longer)
+    nearby = Path(os.path.relpath(folder))
+    shortest = folder if ".." in nearby.parts else nearby  # a command that fits a line
+    command = resume_command(shortest, view.start.world_size if view.start else 1, longer)
     return Ending(at_s, lasted_s, step, max(view.step - step, 0), command)
 
 

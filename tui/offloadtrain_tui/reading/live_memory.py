@@ -1,35 +1,33 @@
 """The samples of a rank's memory: one record per 2 s from the log.
 
 [Note: Thinning]
-A week has 300,000 records. Beyond MOST rows every two neighbours become one (the least, the newest,
-the most), in new columns that replace the old ones: a reader of the old ones is not disturbed.
+A week has 300,000 records. Beyond MOST rows every two neighbors become one (the least, the newest,
+the most), in a new list that replaces the old one: a reader of the old one is not disturbed.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from offloadtrain.events.schema import MEMORY_QUANTITIES
-from offloadtrain_tui.reading.timed import Times
 
 MOST = 8192
 _SILENT = 5.0
 """Times the mean interval of the records, after which nothing is known."""
-_LARGEST_KIB = float(1 << 53)
-_MISSING = (math.nan, math.nan, math.nan)
+_LARGEST_KIB = 1 << 53
 
-Sizes = tuple[float, float, float]
-"""(least, newest, most) in bytes, NaN if not known."""
+Sizes = tuple[int, int, int]
+"""(least, newest, most) in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The extremes of each quantity in a stretch of time.
+    """The extremes of each known quantity in a stretch of time.
 
     Attributes:
         time_s: of the newest sample.
@@ -39,111 +37,84 @@ class Live:
     sizes: dict[str, Sizes]
 
     def now(self, name: str) -> int | None:
-        return _known(self.sizes.get(name, _MISSING)[1])
+        return self.sizes[name][1] if name in self.sizes else None
 
     def most(self, name: str) -> int | None:
-        return _known(self.sizes.get(name, _MISSING)[2])
+        return self.sizes[name][2] if name in self.sizes else None
 
     def at_peak(self, *names: str) -> Live:
         """Return the same with the most of these as their newest."""
         peaks = {name: (sizes[2],) * 3 for name, sizes in self.sizes.items() if name in names}
         return Live(self.time_s, {**self.sizes, **peaks})
 
-
-class _Columns(Times):
-    """Columns of the records; rows are only added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: dict[str, tuple[array[float], ...]] = {
-            name: (array("d"), array("d"), array("d")) for name in MEMORY_QUANTITIES
+    def joined(self, later: Live) -> Live:
+        """Return both stretches as one."""
+        both = {
+            name: (min(sizes[0], least), now, max(sizes[2], most))
+            for name, (least, now, most) in later.sizes.items()
+            if (sizes := self.sizes.get(name))
         }
-
-    def add(self, time_s: float, sizes: dict[str, Sizes]) -> None:
-        for name in MEMORY_QUANTITIES:
-            for column, size in zip(self.of[name], sizes.get(name, _MISSING), strict=True):
-                column.append(size)
-        self.stamp(time_s)
-
-    def over(self, lo: int, hi: int) -> Live:
-        """Return rows [lo, hi) as one; there is at least one."""
-        sizes = {
-            name: (_least(least[lo:hi]), now[hi - 1], _most(most[lo:hi]))
-            for name, (least, now, most) in self.of.items()
-        }
-        return Live(self.times[hi - 1], sizes)
+        return Live(later.time_s, self.sizes | later.sizes | both)
 
 
 class LiveMemory:
     """The samples of one rank; added by one thread, read by another."""
 
     def __init__(self) -> None:
-        self._columns = _Columns()
+        self.rows: list[Live] = []
 
     def add(self, values: dict[str, Any]) -> bool:
         """Add a parsed record; False if it is not valid."""
         time_s = values.get("t")
         if not isinstance(time_s, float | int) or not math.isfinite(time_s):
             return False
-        sizes = {name: _sizes(values.get(f"{name}_kib")) for name in MEMORY_QUANTITIES}
-        self._columns.add(float(time_s), sizes)
-        if len(self._columns.times) > MOST:
-            # Each pair of records becomes one.
-            merged = _Columns()
-            for lo in range(0, len(self._columns.times), 2):
-                pair = self._columns.over(lo, min(lo + 2, len(self._columns.times)))
-                merged.add(pair.time_s, pair.sizes)
-            self._columns = merged
+        known = ((name, _sizes(values.get(f"{name}_kib"))) for name in MEMORY_QUANTITIES)
+        if self.rows:  # a clock set back does not hide the newest record
+            time_s = max(time_s, self.rows[-1].time_s)
+        self.rows.append(Live(float(time_s), {name: sizes for name, sizes in known if sizes}))
+        if len(self.rows) > MOST:
+            pairs = (self.rows[lo : lo + 2] for lo in range(0, len(self.rows), 2))
+            self.rows = [reduce(Live.joined, pair) for pair in pairs]
         return True
 
     def at(self, time_s: float) -> Live | None:
         """Return the newest record at a time."""
-        columns = self._columns
-        count = columns.count(time_s)
-        return columns.over(count - 1, count) if count else None
+        rows = self._until(time_s)
+        return rows[-1] if rows else None
 
     def stretches(self, time_s: float, count: int) -> Iterator[Live | None]:
         """Split the time from the first record to `time_s` into `count` parts of the same length.
 
         A part without records is as the one before; None: for too long, as while a run is stopped.
         """
-        columns = self._columns
-        rows = columns.count(time_s)
+        rows = self._until(time_s)
         if not rows:
             return
-        first_s, last_s = columns.times[0], columns.times[rows - 1]
-        done, usual_s = 0, (last_s - first_s) / rows
+        first_s, last_s = rows[0].time_s, rows[-1].time_s
+        done, usual_s = 0, (last_s - first_s) / len(rows)
         for number in range(1, count + 1):
             until_s = last_s if number == count else first_s + (last_s - first_s) * number / count
-            end = bisect_right(columns.times, until_s, hi=rows)
-            silent_s = until_s - columns.times[max(end - 1, 0)]
+            end = bisect_right(rows, until_s, key=lambda row: row.time_s)
             begin = done if end > done else max(end - 1, 0)
-            yield columns.over(begin, end) if silent_s <= _SILENT * usual_s else None
+            is_known = until_s - rows[max(end - 1, 0)].time_s <= _SILENT * usual_s
+            yield reduce(Live.joined, rows[begin:end]) if is_known else None
             done = end
 
     def extent_s(self, time_s: float) -> tuple[float, float] | None:
         """Return the times of the first record and of the newest until a time."""
-        times, rows = self._columns.times, self._columns.count(time_s)
-        return (times[0], times[rows - 1]) if rows else None
+        rows = self._until(time_s)
+        return (rows[0].time_s, rows[-1].time_s) if rows else None
+
+    def _until(self, time_s: float) -> Sequence[Live]:
+        rows = self.rows
+        return rows[: bisect_right(rows, time_s, key=lambda row: row.time_s)]
 
 
-def _sizes(values: Any) -> Sizes:
-    """Convert (least, newest, most) or one number of KiB; NaN for anything else."""
+def _sizes(values: Any) -> Sizes | None:
+    """Convert (least, newest, most) or one number of KiB; None for anything else."""
     if not isinstance(values, list) or len(values) not in (1, 3):
-        return _MISSING
+        return None
     if not all(type(value) is int and 0 <= value < _LARGEST_KIB for value in values):
-        return _MISSING
+        return None
     least, now, most = values if len(values) == 3 else values * 3
-    return 1024.0 * least, 1024.0 * now, 1024.0 * most
-
-
-def _known(size: float) -> int | None:
-    return None if math.isnan(size) else round(size)
-
-
-def _least(sizes: array[float]) -> float:
-    return min((size for size in sizes if size == size), default=math.nan)
-
-
-def _most(sizes: array[float]) -> float:
-    return max((size for size in sizes if size == size), default=math.nan)
+    return 1024 * least, 1024 * now, 1024 * most

@@ -68,7 +68,9 @@ def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:
 def all_runs(runs_dir: Path) -> list[Path]:
     """Return the run folders in a folder, the newest first."""
     with suppress(OSError):
-        folders = [path for path in runs_dir.iterdir() if is_run(path) and not path.is_symlink()]
+        folders = [
+            path for path in runs_dir.resolve().iterdir() if is_run(path) and not path.is_symlink()
+        ]
         return sorted(folders, key=lambda path: path.name, reverse=True)
     return []
 

@@ -48,55 +48,32 @@ class Timed(Times, Generic[T]):
         return self.values[count - 1] if count else None
 
 
-class PackedLines:
-    """A list of lines that only grows. The newest block is kept as it is.
+class TimedLines(Times):
+    """Lines with the time from which each is valid, compressed but for the newest block.
 
-    One thread appends; others read what was there when they asked for the length.
+    One thread appends; others read what was there when they asked for the count.
     """
 
     def __init__(self, block: int = BLOCK) -> None:
+        super().__init__()
         self._block = block
         self._packed: list[bytes] = []
         self._open: list[bytes] = []
-        self._unpacked: tuple[int, list[bytes]] = (-1, [])
 
-    def __len__(self) -> int:
-        return len(self._packed) * self._block + len(self._open)
-
-    def append(self, line: bytes) -> None:
+    def add(self, time_s: float, line: bytes) -> None:
         self._open.append(line)
         if len(self._open) == self._block:
             # In this order: a reader finds each line in one of the two at any time.
-            full, packed = self._open, pack(self._open)
-            self._packed.append(packed)
-            self._unpacked = (len(self._packed) - 1, full)
+            self._packed.append(pack(self._open))
             self._open = []
+        self.stamp(time_s)
 
     def __getitem__(self, index: int) -> bytes:
         number, place = divmod(index, self._block)
         open_lines = self._open
         if number >= len(self._packed):
             return open_lines[place]
-        known, lines = self._unpacked
-        if known != number:
-            lines = unpack(self._packed[number])
-            self._unpacked = (number, lines)
-        return lines[place]
-
-
-class TimedLines(Times):
-    """Packed lines with the time from which each is valid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines = PackedLines()
-
-    def add(self, time_s: float, line: bytes) -> None:
-        self._lines.append(line)
-        self.stamp(time_s)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self._lines[index]
+        return unpack(self._packed[number])[place]
 
 
 def pack(lines: list[bytes]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from functools import cached_property
 
 from offloadtrain.events import log_lines, schema
@@ -10,8 +10,6 @@ from offloadtrain_tui.reading.timed import pack, unpack
 
 SAMPLED_STEPS = 256
 """Number of newest timelines kept."""
-PLAIN_BYTES = 1 << 19
-"""Bytes of lines that are kept without compression, besides those of the newest step."""
 
 
 class Spans(tuple[schema.LaneSpan, ...]):
@@ -33,19 +31,13 @@ class Spans(tuple[schema.LaneSpan, ...]):
 
 
 class Timelines:
-    """Step → its spans. One thread adds, another one reads.
-
-    The lines of the newest steps are stored as they are, up to a number of bytes; the lines of
-    older steps are compressed. Small models, whose sampled steps come fast, stay uncompressed.
-    """
+    """Step → its spans. One thread adds, another one reads. Lines of the newest step are stored as
+    they are, those of older steps are compressed."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[int, list[bytes] | bytes] = OrderedDict()
         self._newest: int | None = None
         self._open: list[bytes] = []
-        self._plain: deque[tuple[int, int]] = deque()
-        """Steps whose lines are not compressed, with their bytes; the newest is not among them."""
-        self._plain_bytes = 0
         self._shown: list[bytes] | bytes = []
         self._count = 0
         self._spans = Spans()
@@ -55,26 +47,14 @@ class Timelines:
         if step == self._newest:
             self._open.append(line)
             return False
-        self._close()
+        if self._newest is not None:
+            self._lines[self._newest] = pack(self._open)
         self._newest, self._open = step, [line]
         self._lines[step] = self._open  # a resumed run may sample the same step again
         self._lines.move_to_end(step)
         while len(self._lines) > SAMPLED_STEPS:
             self._lines.popitem(last=False)
         return True
-
-    def _close(self) -> None:
-        """No more lines of the newest step come."""
-        if self._newest is None:
-            return
-        size = sum(map(len, self._open))
-        self._plain.append((self._newest, size))
-        self._plain_bytes += size
-        while self._plain_bytes > PLAIN_BYTES:
-            step, size = self._plain.popleft()
-            self._plain_bytes -= size
-            if isinstance(lines := self._lines.get(step), list):
-                self._lines[step] = pack(lines)
 
     def of(self, step: int) -> Spans | None:
         """Return the timeline of a sampled step; None if it was not sampled, or is too old."""

@@ -11,6 +11,7 @@ from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.reading.history import E, History
 from offloadtrain_tui.reading.live_memory import Live
 from offloadtrain_tui.reading.timelines import SAMPLED_STEPS, Spans
+from offloadtrain_tui.text import is_on_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class View:
     @property
     def start(self) -> schema.RunStarted | None:
         return self.newest(schema.RunStarted)
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the run uses no GPU."""
+        return is_on_cpu(self.start)
 
     @property
     def end(self) -> schema.RunEnded | None:

@@ -60,7 +60,8 @@ class AreaChart(Drawn[Area]):
     def _title(self) -> list[Segment]:
         area = self._content
         if not any(area.columns):
-            return [Segment(f" {area.title}: no samples", self.style("foreground", dim=True))]
+            title = area.title if ":" in area.title else f"{area.title}: no samples"
+            return [Segment(f" {title}", self.style("foreground", dim=True))]
         limit = f" ─ limit {units.format_bytes(area.limit)}" if area.limit else ""
         plan = f" ┄ plan {units.format_bytes(area.planned)}" if area.planned else ""
         return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from rich.segment import Segment
 from rich.style import Style
@@ -16,7 +15,6 @@ from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
 
 FREE, PEAK = "·", "┃"
 _NARROW, _SHORT = 100, 30
-_ONE, _REST = -1, -2
 _MORE = 4
 """Columns at the end of a legend's line for how many owners it leaves out."""
 
@@ -78,55 +76,33 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return self._content
 
     def show(self, content: tuple[Tier, ...]) -> None:
-        before = len(self._layout())
         super().show(content)
-        if len(self._layout()) != before:
+        if self.get_content_height() != self.size.height:
             self.refresh(layout=True)
 
     def get_content_height(self, *_: object) -> int:
-        return max(len(self._layout()), 1)
+        return max(len(self._lines(self.app.size.width)), 1)
 
     def draw(self, width: int, height: int) -> list[Strip]:
-        lines = [(self.tiers[number], line) for number, line in self._layout()]
-        count = len(lines), len(self.tiers)
-        return [self.line((*of, *count), partial(self._segments, *of, width)) for of in lines]
+        return [self.strip(line) for line in self._lines(width)]
 
-    def _segments(self, tier: Tier, line: int, width: int) -> list[Segment]:
-        if line == _ONE:
-            return self._in_one_line(tier, width)
-        if line == _REST:
-            return self._rest()
-        if line == 0:
-            return self._title(tier)
-        if line == 1:
-            return [Segment(" "), *self._bar(tier, width - 2)]
-        return self._names(tier, line - 2, width)
-
-    def _layout(self) -> list[tuple[int, int]]:
-        """Return (bar, its line) of every line; ONE: all in one; REST: of bars that do not fit."""
+    def _lines(self, width: int) -> list[list[Segment]]:
         tiers = self.tiers
         if len(tiers) <= 2:
-            return [line for number in range(len(tiers)) for line in self._lines(number)]
-        order = sorted(range(len(tiers) - 1), key=lambda number: tiers[number].free)
-        visible = sorted(order[: max(self.app.size.height // 6, 2)])
-        lines = [(number, _ONE) for number in visible]
-        lines += [(visible[0], _REST)] * (len(visible) < len(order))
-        legend = [(visible[0], line) for _, line in self._lines(visible[0]) if line >= 2]
-        return [*lines, *legend, *self._lines(len(tiers) - 1)]
+            return [line for tier in tiers for line in self._bar_with_legend(tier, width)]
+        order = sorted(tiers[:-1], key=lambda tier: tier.free)
+        chosen = order[: max(self.app.size.height // 6, 2)]
+        visible = [tier for tier in tiers[:-1] if tier in chosen]
+        lines = [self._in_one_line(tier, width) for tier in visible]
+        if more := len(order) - len(visible):
+            text = f" and {more} GPUs with more free memory"
+            lines.append([Segment(text, self.style("foreground", dim=True))])
+        legend = self._legend_lines(visible[0], width)
+        return [*lines, *legend, *self._bar_with_legend(tiers[-1], width)]
 
-    def _lines(self, number: int) -> list[tuple[int, int]]:
-        """Return the lines of a bar with figures above and owners below it."""
-        return [(number, line) for line in range(2 + self._shown_names(self.tiers[number]))]
-
-    def _shown_names(self, tier: Tier) -> int:
-        """Return how many lines of its legend are drawn."""
-        most = self._legend if self.app.size.height >= _SHORT else 1
-        return min(len(self._legend_lines(tier, self.app.size.width)), most)
-
-    def _rest(self) -> list[Segment]:
-        drawn = sum(line == _ONE for _, line in self._layout())
-        text = f" and {len(self.tiers) - 1 - drawn} GPUs with more free memory"
-        return [Segment(text, self.style("foreground", dim=True))]
+    def _bar_with_legend(self, tier: Tier, width: int) -> list[list[Segment]]:
+        bar = [Segment(" "), *self._bar(tier, width - 2)]
+        return [self._title(tier), bar, *self._legend_lines(tier, width)]
 
     def _title(self, tier: Tier) -> list[Segment]:
         return [
@@ -189,16 +165,9 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         color = OWNER_COLORS[number % len(OWNER_COLORS)]
         return FILLS[number % len(FILLS)], self.style(color)
 
-    def _names(self, tier: Tier, line: int, width: int) -> list[Segment]:
-        lines = self._legend_lines(tier, width)
-        segments = list(lines[line])
-        if line + 1 == self._shown_names(tier) < len(lines):
-            more = sum(map(len, lines[line + 1 :])) // 2
-            segments.append(Segment(f" +{more}", self.style("foreground", dim=True)))
-        return segments
-
     def _legend_lines(self, tier: Tier, width: int) -> list[list[Segment]]:
-        """Return sign and whole name of all that is in a bar, in as many lines as they need."""
+        """Return sign and name of all that is in a bar, in as few lines as they need: of more lines
+        than there is room for, the number of names that are left out."""
         owned = [(*self._cell(part.color), part) for part in tier.parts]
         dim = self.style("foreground", dim=True)
         rest = ((CACHE, "allocator's cache", tier.cache), (OTHERS, "others", tier.other))
@@ -214,7 +183,10 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
                 used = 1
             lines[-1] += [Segment(sign if lines[-1] else f" {sign}", style), Segment(text)]
             used += len(text) + 1
-        return lines
+        most = self._legend if self.app.size.height >= _SHORT else 1
+        if more := sum(map(len, lines[most:])) // 2:
+            lines[most - 1].append(Segment(f" +{more}", dim))
+        return lines[:most]
 
 
 def _of(part: int, total: int, word: str) -> str:

@@ -102,12 +102,11 @@ class Plot:
 class Chart(Drawn[Plot]):
     """A widget that draws a `Plot`."""
 
+    @dataclass
     class Picked(Message):
         """A position of the plot was clicked."""
 
-        def __init__(self, position: int) -> None:
-            super().__init__()
-            self.position = position
+        position: int
 
     DEFAULT_CSS = "Chart { height: 1fr; min-height: 4; }"
 
@@ -195,7 +194,8 @@ class Chart(Drawn[Plot]):
         signs = self._signs(inner, marks=False)
         rows = []
         for y, label in enumerate(labels):
-            over = self._signs(inner, marks=True) if y == 0 and not has_mark_row else signs
+            is_marked = y == 0 < len(labels) - 1 and not has_mark_row
+            over = self._signs(inner, marks=True) if is_marked else signs
             axis = f"{label:>{self._gutter - 1}}│"
             row = partial(self._row, canvas, y, axis, colors, over, is_zero=y == zero)
             rows.append(self.line((canvas.drawn(y), axis, colors, over, y == zero), row))

@@ -17,9 +17,11 @@ from offloadtrain_tui.widgets.styles import LANE_COLORS
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 """By the share of a cell's time that the lane worked."""
-_NAME_WIDTH = 10
+_NAME_WIDTH = 11
 NO_SPANS = Spans()
-_BUSY_WIDTH = 15
+_BUSY_WIDTH = 16
+LEAST_MS = 0.05
+"""Shorter waits of compute are not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class Lanes:
     """The contents of a timeline.
 
     Attributes:
+        start: of the run, for the words of the lanes.
         zoom: magnification of the step.
         offset: position of the left edge, 0 to 1, within the hidden part.
     """
 
     step: int
     spans: Spans = NO_SPANS
+    start: schema.RunStarted | None = None
     zoom: float = 1.0
     offset: float = 0.0
 
@@ -111,22 +115,24 @@ class Timeline(Drawn[Lanes]):
         style = self.style(LANE_COLORS[lane])
         bar = labelled(spans, *interval, max(width - _NAME_WIDTH - _BUSY_WIDTH, 1))
         return [
-            Segment(f" {lane_word(lane):<{_NAME_WIDTH - 2}} ", style),
+            Segment(f" {lane_word(lane, self.lanes.start):<{_NAME_WIDTH - 2}} ", style),
             Segment(bar, style),
-            Segment(f" {milliseconds(busy_ms):>8} {share:>5}", self.style("foreground", dim=True)),
+            Segment(f" {milliseconds(busy_ms):>9} {share:>5}", self.style("foreground", dim=True)),
         ]
 
     def _waits(self) -> list[list[Segment]]:
         if not self._most_waits:
             return []
-        waits = sorted(waits_of(self.lanes.spans), key=lambda wait: -wait.duration_ms)
+        waits = sorted(waits_of(self.lanes.spans, 0.0), key=lambda wait: -wait.duration_ms)
         total = sum(wait.duration_ms for wait in waits)
         title = [Segment(f" compute waited {milliseconds(total)}", self.style("foreground"))]
-        return [title, *map(self._wait, waits[: self._most_waits])]
+        longest = [wait for wait in waits[: self._most_waits] if wait.duration_ms >= LEAST_MS]
+        return [title, *map(self._wait, longest)]
 
     def _wait(self, wait: Wait) -> list[Segment]:
         text = f"   {milliseconds(wait.duration_ms):>8} at {milliseconds(wait.start_ms):>8}"
-        why = f"  for {lane_word(wait.lane)}: {clean(wait.name)}" if wait.lane else "  nothing ran"
+        lane = lane_word(wait.lane, self.lanes.start)
+        why = f"  for {lane}: {clean(wait.name)}" if wait.lane else "  nothing ran"
         color = LANE_COLORS.get(wait.lane, "foreground")
         return [Segment(text), Segment(why, self.style(color))]
 
@@ -166,7 +172,7 @@ def _fill(cells: list[float], start: float, length: float) -> None:
         cells[cell] = min(cells[cell] + max(covered, 0.0), 1.0)
 
 
-def waits_of(spans: Iterable[schema.LaneSpan], least_ms: float = 0.05) -> list[Wait]:
+def waits_of(spans: Iterable[schema.LaneSpan], least_ms: float = LEAST_MS) -> list[Wait]:
     """Return each wait of compute with the last operation of another lane that ended in it; without
     logged waits, the gaps of the compute lane."""
     ordered = sorted(spans, key=lambda span: span.start_ms)

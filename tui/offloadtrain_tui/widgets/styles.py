@@ -34,6 +34,8 @@ STATE_COLORS = {
     "killed": "error",
     "unknown": "warning",
 }
+RUN_COLORS = ("error", "success", "secondary", "accent")
+"""Colors of the overlaid runs, in every chart; the header says whose they are."""
 OWNER_COLORS = (
     *("primary", "accent", "success", "secondary", "error", "foreground"),
     *("primary-darken-3", "accent-darken-3", "success-darken-3", "secondary-darken-3"),

@@ -1,0 +1,59 @@
+"""Pictures of a screen: SVG that every renderer draws alike, and PNG."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+
+from rich.cells import cell_len
+
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+_TEXT = re.compile(
+    r'<text class="(\S+)" x="([\d.]+)" (y="\S+") textLength="\S+" (clip-path="\S+")>([^<]*)</text>'
+)
+_WORD = re.compile("[\u2800-\u28ff]|[^\\s\u2800-\u28ff]+")
+"""Braille one by one: it is of another font, in which characters have another width."""
+_COLUMN = 12.2
+"""Width of a character in Rich's SVG, in pixels."""
+CONVERTER = "rsvg-convert"
+
+
+def portable(svg: str) -> str:
+    """Return Rich's SVG without fonts from the web, and with every word in its column.
+
+    librsvg drops spaces at the ends of a text and does not stretch one to its `textLength`.
+    """
+    svg = _FONTS.sub("", svg).replace("font-family: Fira Code, monospace", _FONT)
+    return _TEXT.sub(_words, svg)
+
+
+_FONT = "font-family: 'Fira Code', 'DejaVu Sans Mono', Menlo, Consolas, monospace"
+
+
+def _words(match: re.Match[str]) -> str:
+    css, x, y, clip, text = match.groups()
+    text = text.replace("&#160;", " ")
+    words = []
+    for word in _WORD.finditer(text):
+        column = cell_len(unescape(text[: word.start()]))
+        at, length = float(x) + column * _COLUMN, cell_len(unescape(word[0])) * _COLUMN
+        words.append(f'<tspan x="{at:g}" textLength="{length:g}">{word[0]}</tspan>')
+    return f'<text class="{css}" {y} {clip}>{"".join(words)}</text>' if words else ""
+
+
+def write(path: Path, svg: str) -> str:
+    """Write a picture, SVG or PNG by its name; return why it was not written, or ""."""
+    if path.suffix == ".svg":
+        path.write_text(svg)
+    elif path.suffix != ".png":
+        return f"{path}: a picture's name ends in .svg or .png"
+    elif shutil.which(CONVERTER) is None:
+        return f"{path}: PNG needs {CONVERTER} (in librsvg2-bin): install it, or write .svg"
+    else:
+        command = [CONVERTER, "--output", str(path)]
+        done = subprocess.run(command, input=svg, capture_output=True, text=True)
+        return f"{path}: {done.stderr.strip()}" if done.returncode else ""
+    return ""

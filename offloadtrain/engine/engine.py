@@ -32,6 +32,7 @@ from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport, warn_of_skips
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.step.layout.state_tiers import device_share
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.program import Program
 
@@ -129,6 +130,7 @@ class Engine:
         self._blocks = blocks
         self.guard = PhaseGuard(gradients, program)
         self._reporter = Reporter(lanes, ranks)
+        self._state_on_device = device_share(program.spec)
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._has_stepped = self.salvaged = self.delay_goes_on = False
@@ -304,7 +306,7 @@ class Engine:
     def bring_gradients(self) -> None:
         """Wait until the gradients are in their memory."""
         if self.gradients.in_transit:
-            self._drain()
+            self.drain()
             self.gradients.in_transit = False
 
     def _settle_gradients(self) -> None:
@@ -314,7 +316,7 @@ class Engine:
         # clipped.
         norm, self._norm = self._norm, None
         if norm is not None and norm.coef != 1.0:
-            self._drain()
+            self.drain()
             buckets = [bucket for block in self._blocks for bucket in block.buckets]
             for bucket in filter(self.gradient_access.has_left, buckets):
                 self.gradient_access.multiply(bucket, norm.coef)
@@ -324,7 +326,7 @@ class Engine:
         self.take_assigned_gradients()
         if changed := self.gradient_access.take_changed():
             # Kernels of the user may still write.
-            self._drain()
+            self.drain()
             self.program.gradients_changed(changed)
 
     def step(self, *, skip: bool = False) -> StepReport:
@@ -393,7 +395,7 @@ class Engine:
     def detach_weights(self) -> None:
         """The caller will set the state, and apart from it the weights that forward uses; waits."""
         self._interpreter.run_update(self.program.detach_weights)
-        self._drain()
+        self.drain()
 
     def switch_version(self, *, to_previous: bool) -> None:
         """Parameters become the weights before the newest ones, or the newest ones again."""
@@ -423,7 +425,7 @@ class Engine:
     def _conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
         speculation = self.program.speculation
         self.last_step = self._reporter.report(
-            self.counter, norm, decision, micro_steps, speculation
+            self.counter, norm, decision, micro_steps, speculation, self._state_on_device
         )
         self._has_stepped = True
         # The step is done and reported: raising before would have left it half done.
@@ -466,7 +468,7 @@ class Engine:
         set_ = self.program.resume_delay if delayed else self.program.upload_masters
         self._interpreter.run_update(set_)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
-        self._drain()
+        self.drain()
 
     def write_state(self, writer: StateWriter) -> None:
         """Launch the writes of the state after the last step; they run during the next ones.
@@ -526,7 +528,7 @@ class Engine:
         newest weights."""
         if not (self.guard.closed or self.salvaged):
             self.end_delay()
-            self._drain()
+            self.drain()
 
     def end_delay(self) -> None:
         """Between steps, launch the uploads that mode "delayed" holds back."""
@@ -537,7 +539,7 @@ class Engine:
             if self.guard.phase is Phase.FORWARD:
                 self.publish_weights()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait until all lanes are empty; parameters hold the weights that forward uses."""
         # The caller reads or writes state past the lanes: nothing may be in flight. Later launches
         # wait for nothing before this point, and the disk's checksums may not be true any more.

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig, StateOn
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.float8 import converted_layers
 from offloadtrain.engine.autograd.hooks import Removable
@@ -26,7 +26,7 @@ from offloadtrain.engine.checks import (
     offloaded,
     warn_of_local_norm,
 )
-from offloadtrain.engine.division import Division
+from offloadtrain.engine.division import Division, SplitSteps
 from offloadtrain.engine.engine import Engine, hook_parameters
 from offloadtrain.engine.evaluations import check_evaluations, eager
 from offloadtrain.engine.foreign_readers import ParameterReaders
@@ -39,6 +39,7 @@ from offloadtrain.engine.param_groups import (
 )
 from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.engine.prepared import Prepared
+from offloadtrain.engine.promotion import Promotion
 from offloadtrain.engine.relayout import Earlier, warn_of_turns
 from offloadtrain.engine.release import Release
 from offloadtrain.engine.state import (
@@ -59,16 +60,10 @@ from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.state_tiers import device_share
 from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
-
-
-class SplitSteps(Protocol):
-    """Ends the steps of an optimizer, each in several moments: see `OffloadOptimizer.split`."""
-
-    def sample_timeline(self) -> None:
-        """Record the lanes from the next decision on, until the one after it."""
 
 
 _S = TypeVar("_S", bound=SplitSteps)
@@ -110,6 +105,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.working_dtype = PRECISIONS[config.precision]
         self._division, self._rule = division, rule
         self._rules = [rule_of(rule, group) for group in self.param_groups]
+        self._promotion: Promotion | None = None
+        if config.state.tier == "auto":
+            self._promotion = Promotion(config, self._rules, device, division, self._move_state)
         self._steps = {0: torch.zeros((), dtype=torch.float32, device="cpu")}
         self._missed: dict[nn.Parameter, int] = {}
         """Parameter → steps of the run that it has not made, of those that came later."""
@@ -388,6 +386,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._check()
         report = self._engine.step(skip=skip)
         self._set_steps(report.step)
+        if self._promotion is not None:
+            self._promotion.after_step(self._engine)
         return loss
 
     def split(self, make: Callable[[Engine, Callable[[], None], Tensor], _S]) -> _S:
@@ -412,6 +412,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if self.phase is not Phase.CLOSED and not (self._prepared and self._accumulating):
             self._engine.drop_gradients()
+            if self._promotion is not None:
+                self._promotion.after_failure(self._engine)
 
     @torch.no_grad()
     def reset_state(self, params: Iterable[nn.Parameter] | None = None) -> None:
@@ -483,6 +485,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         extra |= {"seed": self._engine.functions.seed, "step": self._engine.counter.steps}
         averages = [average.state_dict() for average in self.averages.values()]
         extra["averages"] = [*averages, *self.saved_averages]
+        if self._promotion is not None:
+            extra["state_on_device"] = device_share(self._engine.program.spec)
         state_dict = eager(torch.optim.Optimizer.state_dict)(self)
         keys = {key for group in state_dict["param_groups"] for key in group["params"]}
         return state_dict | extra | {"untrained": sorted(keys - state_dict["state"].keys())}
@@ -526,6 +530,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.saved_averages = [*state_dict.get("averages", ())]
         for average in [*self.averages.values()][: len(self.saved_averages)]:
             average.load_state_dict(self.saved_averages.pop(0))
+        if self._promotion is not None:
+            self._promotion.resume(self._engine, state_dict.get("state_on_device", 0.0))
 
     @property
     def tries(self) -> int:
@@ -594,6 +600,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         *,
         groups: Sequence[dict[str, Any]] | None = None,
         missed: dict[nn.Parameter, int] | None = None,
+        state_on: StateOn | None = None,
     ) -> None:
         """See [Note: Changes between steps] in `engine.relayout`.
 
@@ -603,6 +610,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 are.
             missed: parameter → steps of the run that it has not made; None: those of before, and
                 all for parameters that were never trained.
+            state_on: where nothing but this changes.
 
         Raises:
             EngineError: between backward and `step()`.
@@ -614,6 +622,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 "change between steps: close() the optimizer and offload the changed model"
             )
         engine, config, groups = self._engine, config or self.config, groups or self.param_groups
+        if self._promotion is not None:
+            config = config.replace(state_on=self._promotion.begin(state_on))
         engine.guard.require_between_steps(change)
         check_trained(self.model, groups)
         # A forward in inference mode notices a change, too.
@@ -655,6 +665,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 average.follow()
             self._changes += 1
             warn_of_turns(self._changes, self._engine.counter.steps)
+
+    def _move_state(self, change: str, state_on: StateOn) -> None:
+        """Lay memory out anew with the state elsewhere; weights that wait (update mode "delayed")
+        wait afterwards."""
+        weights = self._weights_in_use()
+        self._relayout(change, state_on=state_on)
+        if weights:
+            self._delay_newest(weights)
 
     def _steps_missed(self, trained: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
         """Return parameter → steps of the run that it has not made, where there are any."""
@@ -751,16 +769,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if written:
             self.adopt_written_weights()
         self._take_over_state()
-
-    @torch.no_grad()
-    def _take_over_frozen(self) -> None:
-        """Make what was written into frozen parameters their saved state's, which a run that trains
-        them goes on from. Elements that were not written keep the precision of their master."""
-        for param in self._frozen_state:
-            state, weights = self.state[param], param.detach().cpu()
-            saved = state["master"] if "master" in state else state["weight"]
-            written = saved.to(weights.dtype) != weights
-            saved[written] = weights[written].to(saved.dtype)
 
     @torch.no_grad()
     def _take_over_state(self) -> None:

@@ -98,6 +98,7 @@ class StepReport(LaneReport):
         micro_steps: backward passes of the step.
         early_buckets: buckets updated inside backward.
         speculation_hit: these updates, in mode "speculative", were right; None without any.
+        state_on_device: the share of the optimizer state that was on the device.
     """
 
     step: int
@@ -108,6 +109,7 @@ class StepReport(LaneReport):
     micro_steps: int
     early_buckets: int
     speculation_hit: bool | None
+    state_on_device: float = 0.0
     skipped_in_a_row: int = 0
     nonfinite: tuple[str, ...] = ()
     nonfinite_ranks: tuple[tuple[int, ...], ...] = ()
@@ -232,6 +234,7 @@ class Reporter:
         decision: Decision,
         micro_steps: int,
         speculation: Speculation,
+        state_on_device: float,
     ) -> StepReport:
         """Report the step that `counter` counted last, before its loss scale changes."""
         sampled, self._sampling = self._sampling, False
@@ -250,6 +253,7 @@ class Reporter:
             micro_steps=micro_steps,
             early_buckets=speculation.buckets,
             speculation_hit=speculation.right,
+            state_on_device=state_on_device,
             exposed_ms=spent.exposed_ms,
             busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
             d2h_bytes=spent.d2h_bytes,

@@ -130,7 +130,7 @@ class Engine:
         self._blocks = blocks
         self.guard = PhaseGuard(gradients, program)
         self._reporter = Reporter(lanes, ranks)
-        self._state_on_device = device_share(program.spec)
+        self.state_on_device = device_share(program.spec)
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._has_stepped = self.salvaged = self.delay_goes_on = False
@@ -425,7 +425,7 @@ class Engine:
     def _conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
         speculation = self.program.speculation
         self.last_step = self._reporter.report(
-            self.counter, norm, decision, micro_steps, speculation, self._state_on_device
+            self.counter, norm, decision, micro_steps, speculation, self.state_on_device
         )
         self._has_stepped = True
         # The step is done and reported: raising before would have left it half done.
@@ -570,7 +570,7 @@ class Engine:
         """Take the hooks off the model and give it its weights; the lanes serve another engine.
         Returns the casts, which stay on the model: a forward of it may be running."""
         casts, self.casts = self.casts, []
-        self._leave(self.lanes.synchronize)
+        self._leave(self.lanes.synchronize, has_successor=True)
         return casts
 
     def close(self) -> None:
@@ -578,7 +578,7 @@ class Engine:
         if not self.guard.closed:
             self._leave(self.lanes.close)
 
-    def _leave(self, drain: Callable[[], None]) -> None:
+    def _leave(self, drain: Callable[[], None], *, has_successor: bool = False) -> None:
         self.guard.closed = True
         # First, and also if the GPU has failed: the model is an ordinary one again.
         self.forward_hooks.close()
@@ -590,7 +590,7 @@ class Engine:
         drain()
         self._interpreter.failure = None
         self.gradient_access.end_step()
-        self.residency.close()
+        self.residency.close(has_successor=has_successor)
 
     def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:
         """Wait for the norm of the step; raises as `NormMeasure.send`, and what it returns."""

@@ -40,7 +40,7 @@ from offloadtrain.engine.param_groups import (
 from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.engine.prepared import Prepared
 from offloadtrain.engine.promotion import Promotion
-from offloadtrain.engine.relayout import Earlier, warn_of_turns
+from offloadtrain.engine.relayout import Earlier, check_room, warn_of_turns
 from offloadtrain.engine.release import Release
 from offloadtrain.engine.state import (
     check_held_by,
@@ -60,7 +60,6 @@ from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.step.layout.buffers import BufferSpec
-from offloadtrain.step.layout.state_tiers import device_share
 from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
@@ -75,7 +74,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
     optimizer. `state[p]` holds `step` and the tensors of the state format (`fp32`: `master` and the
     moments): views of host memory shaped as the parameter (scales: one value per block), at rest
-    after `synchronize()`, valid until `close()` (update mode "speculative": until the next step).
+    after `synchronize()`, valid until `close()` (update mode "speculative": until the next step;
+    `state_on = "auto"`: until the state moves).
     Among ranks each has its shard of it: views of the elements that it owns, 1-D where these are
     not the whole parameter.
     """
@@ -105,9 +105,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.working_dtype = PRECISIONS[config.precision]
         self._division, self._rule = division, rule
         self._rules = [rule_of(rule, group) for group in self.param_groups]
-        self._promotion: Promotion | None = None
-        if config.state.tier == "auto":
-            self._promotion = Promotion(config, self._rules, device, division, self._move_state)
+        self._promotion = Promotion(config, self._rules, device, division)
         self._steps = {0: torch.zeros((), dtype=torch.float32, device="cpu")}
         self._missed: dict[nn.Parameter, int] = {}
         """Parameter → steps of the run that it has not made, of those that came later."""
@@ -386,8 +384,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._check()
         report = self._engine.step(skip=skip)
         self._set_steps(report.step)
-        if self._promotion is not None:
-            self._promotion.after_step(self._engine)
+        self._move_state(self._promotion.after_step(self._engine))
         return loss
 
     def split(self, make: Callable[[Engine, Callable[[], None], Tensor], _S]) -> _S:
@@ -412,8 +409,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if self.phase is not Phase.CLOSED and not (self._prepared and self._accumulating):
             self._engine.drop_gradients()
-            if self._promotion is not None:
-                self._promotion.after_failure(self._engine)
+            if not self._seal.is_retrained():
+                self._move_state(self._promotion.after_drop(self._engine))
 
     @torch.no_grad()
     def reset_state(self, params: Iterable[nn.Parameter] | None = None) -> None:
@@ -476,7 +473,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding,
         "step" of the run, "held_by", "averages", the state dict of each `EMA` of this optimizer,
-        and "untrained", the numbers of parameters without state.
+        "state_on_device", its share, and "untrained", the numbers of parameters without state.
         Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
         self.settle()
@@ -485,8 +482,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         extra |= {"seed": self._engine.functions.seed, "step": self._engine.counter.steps}
         averages = [average.state_dict() for average in self.averages.values()]
         extra["averages"] = [*averages, *self.saved_averages]
-        if self._promotion is not None:
-            extra["state_on_device"] = device_share(self._engine.program.spec)
+        extra["state_on_device"] = self._engine.state_on_device
         state_dict = eager(torch.optim.Optimizer.state_dict)(self)
         keys = {key for group in state_dict["param_groups"] for key in group["params"]}
         return state_dict | extra | {"untrained": sorted(keys - state_dict["state"].keys())}
@@ -530,8 +526,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.saved_averages = [*state_dict.get("averages", ())]
         for average in [*self.averages.values()][: len(self.saved_averages)]:
             average.load_state_dict(self.saved_averages.pop(0))
-        if self._promotion is not None:
-            self._promotion.resume(self._engine, state_dict.get("state_on_device", 0.0))
+        share = state_dict.get("state_on_device", 0.0)
+        self._move_state(self._promotion.after_load(self._engine, share))
 
     @property
     def tries(self) -> int:
@@ -614,22 +610,24 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
         Raises:
             EngineError: between backward and `step()`.
-            ModelError: the model cannot be trained so. Nothing has changed then.
+            ModelError, HostMemoryError: the model cannot be trained so. Nothing has changed then.
         """
-        if self._division.size > 1 or self._split is not None or self.config.skip_unused:
+        if state_on is None and (
+            self._division.size > 1 or self._split is not None or self.config.skip_unused
+        ):
             raise ModelError(
                 f"{change}: with several ranks, pipelines and skip_unused, what is trained cannot "
                 "change between steps: close() the optimizer and offload the changed model"
             )
         engine, config, groups = self._engine, config or self.config, groups or self.param_groups
-        if self._promotion is not None:
-            config = config.replace(state_on=self._promotion.begin(state_on))
+        config = config.replace(state_on=self._promotion.begin(state_on))
         engine.guard.require_between_steps(change)
         check_trained(self.model, groups)
         # A forward in inference mode notices a change, too.
         with torch.inference_mode(False):
             self.settle()
-            check_model(self.model, is_offloaded=True)
+            if state_on is None:
+                check_model(self.model, is_offloaded=True)
             trained = {p for group in groups for p in group["params"] if p.requires_grad}
             missed = self._steps_missed(trained) if missed is None else missed
             earlier = Earlier(
@@ -646,7 +644,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 parts, self.model, groups, rules, *for_all, engine.lanes, missed
             )
             # Limits of memory and names of modules are checked: nothing is refused from here on.
-            lay_out(self.model, blocks, *for_all, available_bytes() + earlier.num_bytes)
+            least = available_bytes() + earlier.num_bytes
+            check_room(lay_out(self.model, blocks, *for_all, least), least)
             self._missed, self._rules = missed, rules
             casts = engine.leave()
             earlier.prepare()
@@ -666,12 +665,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._changes += 1
             warn_of_turns(self._changes, self._engine.counter.steps)
 
-    def _move_state(self, change: str, state_on: StateOn) -> None:
-        """Lay memory out anew with the state elsewhere; weights that wait (update mode "delayed")
-        wait afterwards."""
-        weights = self._weights_in_use()
-        self._relayout(change, state_on=state_on)
-        if weights:
+    def _move_state(self, state_on: StateOn | None) -> None:
+        """Lay memory out anew with the state elsewhere, unless None; weights that wait (update mode
+        "delayed") wait afterwards."""
+        if state_on is not None:
+            weights = self._weights_in_use()
+            self._relayout("state_on = 'auto'", state_on=state_on)
             self._delay_newest(weights)
 
     def _steps_missed(self, trained: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:

@@ -12,6 +12,9 @@ A later one that does not fit raises torch's OutOfMemoryError; when its step is 
 goes back to the host, for good. Not among ranks, whose collectives would wait for the one that has
 failed.
 
+A step is dropped between two others, or while the error is handled. A `zero_grad()` between a
+forward and its backward drops nothing, and the graph reads weights where they are.
+
 The state dict has the share. A run that loads it moves the state at once, if there is room now. A
 change of what is trained, or of the microbatches in a step, begins anew.
 
@@ -23,7 +26,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -49,7 +53,8 @@ _RESERVE_SHARE, _RESERVE_BYTES = 0.1, 1 << 30
 
 
 class Promotion:
-    """Moves the state of one model; its methods are called between two steps, by all ranks."""
+    """Decides where the state of one model is. The methods that return a `state_on` to move to, or
+    None, are called between two steps, by all ranks."""
 
     def __init__(
         self,
@@ -57,28 +62,25 @@ class Promotion:
         rules: Sequence[AnyRule],
         device: torch.device,
         division: Division,
-        move: Callable[[str, StateOn], None],
     ) -> None:
-        """`move`: changes `state_on`; its first argument says why.
-
-        Raises:
-            OptionError: the state of this model cannot move.
-        """
-        self._ranks, self._device, self._move = division.replicas, device, move
-        has_limit = config.memory.device_limit is not None
+        """Raises OptionError if the state of this model cannot move."""
+        self._ranks, self._device = division.replicas, device
+        is_auto = config.state.tier == "auto"
+        measures = is_auto and config.memory.device_limit is None
         is_plain = division.size == self._ranks.size and self._ranks.of_experts is self._ranks
-        if not has_limit and (config.skip_unused or not is_plain):
+        if measures and (config.skip_unused or not is_plain):
             raise OptionError(
                 "state_on = 'auto' without device_memory_limit moves all ranks' state at one step, "
                 "which does not go with skip_unused, nor with a mesh that divides the model: give "
                 "device_memory_limit, or a share such as {'device': 0.3}"
             )
-        reason = None if has_limit else _reason_against(config, rules, device)
-        if reason is not None:
-            _log.warning("state_on = 'auto': the state stays on the host, as %s", reason)
-        self._measures = not has_limit and reason is None
-        self._undecided: StateOn = "auto"
-        self._failures = failed_allocations(device)
+        if measures and (reason := _reason_against(config, rules, device)):
+            self._log(logging.WARNING, f"the optimizer state stays on the host, as {reason}")
+            measures = False
+        self._measures = measures
+        self._may_go_back = is_auto and division.size == 1 and not config.skip_unused
+        self._undecided = config.state.tier
+        self._failures = 0
         self.begin(None)
 
     def begin(self, state_on: StateOn | None) -> StateOn:
@@ -88,58 +90,59 @@ class Promotion:
         self._peak = 0
         return state_on or self._undecided
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Engine) -> StateOn | None:
         """Move state to the device if its free memory is known."""
-        self.after_failure(engine)
         if self._is_decided or engine.counter.tries % CHECK_STEPS:
-            return
+            return self.after_drop(engine)
         use = memory_use(self._device)
-        # A graph that is kept for another backward reads weights where they are now.
-        blocks = engine.residency.blocks.values()
-        is_stable = use.peak <= self._peak and all(block.is_unread for block in blocks)
+        is_stable = use.peak <= self._peak and _is_unread(engine)
         self._peak = max(self._peak, use.peak)
-        room = self._least_room(use, is_stable=is_stable)
-        if room is not None:
-            self._is_decided = True
-            spec = engine.program.spec
-            self._promote(spec, device_share(filled(spec, device_bytes(spec) + room, device_bytes)))
+        if (room := self._least_room(use, is_stable=is_stable)) is None:
+            return None
+        self._is_decided = True
+        spec = engine.program.spec
+        share = device_share(filled(spec, device_bytes(spec) + room, device_bytes))
+        return self._promoted(spec, share)
 
-    def resume(self, engine: Engine, share: float) -> None:
+    def after_load(self, engine: Engine, share: float) -> StateOn | None:
         """The state of a run was loaded that had so large a share on the device."""
         if self._is_decided or not share:
-            return
+            return None
         room, spec = self._least_room(memory_use(self._device), is_stable=True), engine.program.spec
-        if device_bytes(_with_share(spec, share)) - device_bytes(spec) <= (room or 0):
-            self._promote(spec, share)
+        needed = device_bytes(_with_share(spec, share)) - device_bytes(spec)
+        return self._promoted(spec, share) if room is not None and needed <= room else None
 
-    def after_failure(self, engine: Engine) -> None:
-        """Move the state back to the host if an allocation on the device has failed."""
-        failures = failed_allocations(self._device)
-        has_failed, self._failures = failures > self._failures, failures
-        spec = engine.program.spec
-        if has_failed and self._ranks.is_single and spec.has_state_on(Tier.DEVICE):
-            _log.warning(
-                "an allocation on the device has failed with %g of the optimizer state there "
-                "(state_on = 'auto'): the state goes back to the host and stays there",
-                device_share(spec),
-            )
-            self._measures, self._undecided = False, "host"
-            self._move("an allocation on the device has failed", "host")
+    def after_drop(self, engine: Engine) -> StateOn | None:
+        """Move the state back to the host if an allocation on the device has failed since state
+        moved there."""
+        if not (self._may_go_back and engine.state_on_device):
+            return None
+        is_handled = isinstance(sys.exception(), torch.OutOfMemoryError)
+        has_failed = failed_allocations(self._device) > self._failures
+        if not has_failed or not (is_handled or _is_unread(engine)):
+            return None
+        self._measures, self._undecided = False, "host"
+        self._log(
+            logging.WARNING,
+            f"an allocation on the device has failed with {engine.state_on_device:g} of the "
+            "optimizer state there: the state goes back to the host and stays there",
+        )
+        return "host"
 
-    def _promote(self, spec: StepSpec, share: float) -> None:
+    def _promoted(self, spec: StepSpec, share: float) -> StateOn | None:
         if share and self._is_available(spec, promoted := _with_share(spec, share)):
             more = format_bytes(device_bytes(promoted) - device_bytes(spec))
-            _log.info(
-                "state_on = 'auto': %g of the optimizer state moves to the device (%s more there)",
-                *(share, more),
-            )
-            self._move("state_on = 'auto'", {"device": share})
-        else:
-            _log.warning(
-                "state_on = 'auto': the optimizer state stays on the host: beside a reserve of %g "
-                "(at least %s) the device has no room for a block of it",
-                *(_RESERVE_SHARE, format_bytes(_RESERVE_BYTES)),
-            )
+            text = f"{share:g} of the optimizer state moves to the device ({more} more there)"
+            self._log(logging.INFO, text)
+            self._failures = failed_allocations(self._device)
+            return {"device": share}
+        self._log(
+            logging.WARNING,
+            "the optimizer state stays on the host: beside a reserve of "
+            f"{100 * _RESERVE_SHARE:g} % (at least {format_bytes(_RESERVE_BYTES)}) the device has "
+            "no room for a block of it",
+        )
+        return None
 
     def _is_available(self, spec: StepSpec, promoted: StepSpec) -> bool:
         """Allocate and free what comes to the device: a move cannot be undone half-way."""
@@ -152,7 +155,6 @@ class Promotion:
                 if key not in before
             ]
         except torch.OutOfMemoryError:
-            self._failures = failed_allocations(self._device)
             is_available = False
         else:
             is_available = True
@@ -164,6 +166,15 @@ class Promotion:
         room = use.total - use.others - max(use.peak, self._peak) - reserve
         rooms = self._ranks.all_gather_host([room if is_stable else math.nan])
         return None if rooms.isnan().any() else int(rooms.min())
+
+    def _log(self, level: int, text: str) -> None:
+        if self._ranks.rank == 0:
+            _log.log(level, "state_on = 'auto': %s", text)
+
+
+def _is_unread(engine: Engine) -> bool:
+    """No graph that a backward may still run over reads weights where they are."""
+    return all(block.is_unread for block in engine.residency.blocks.values())
 
 
 def _with_share(spec: StepSpec, share: float) -> StepSpec:

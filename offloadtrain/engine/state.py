@@ -585,7 +585,9 @@ class StateIO:
 
     @torch.no_grad()
     def _delay_newest(self, weights: Sequence[Tensor]) -> None:
-        """Set the weights that forward uses, and let those of the state wait."""
+        """Set the weights that forward uses, if there are any, and let those of the state wait."""
+        if not weights:
+            return
         self._engine.detach_weights()
         for (bucket, slot), in_use in zip(self._slots(), weights, strict=True):
             bucket.weights_of(slot).copy_(in_use)

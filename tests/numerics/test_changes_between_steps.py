@@ -321,7 +321,7 @@ def test_a_change_that_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(optimizer_module, "available_bytes", lambda: 0)
         with pytest.raises(
-            HostMemoryError, match=r"^the change needs 1\d\d\.\d KiB .* has changed"
+            HostMemoryError, match=r"^the change needs 2\d\d\.\d KiB .* has changed"
         ):
             optimizer.grad_accum_steps = 2
     follow(run, optimizer, model, batches(2))

@@ -162,14 +162,19 @@ class Promotion:
 
     def _least_room(self, use: MemoryUse, *, is_stable: bool) -> int | None:
         """Return the bytes that are free on the device of every rank; None: that is not known."""
-        reserve = max(int(_RESERVE_SHARE * use.total), _RESERVE_BYTES)
-        room = use.total - use.others - max(use.peak, self._peak) - reserve
+        taken = use.others + max(use.peak, self._peak) + reserve_bytes(use.total)
+        room = use.total - taken
         rooms = self._ranks.all_gather_host([room if is_stable else math.nan])
         return None if rooms.isnan().any() else int(rooms.min())
 
     def _log(self, level: int, text: str) -> None:
         if self._ranks.rank == 0:
             _log.log(level, "state_on = 'auto': %s", text)
+
+
+def reserve_bytes(total: int) -> int:
+    """Return the bytes that stay free on a device of so many."""
+    return max(int(_RESERVE_SHARE * total), _RESERVE_BYTES)
 
 
 def _is_unread(engine: Engine) -> bool:

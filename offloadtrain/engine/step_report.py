@@ -220,7 +220,7 @@ class Reporter:
     def __init__(self, lanes: Lanes, ranks: Ranks) -> None:
         self._lanes, self._ranks = lanes, ranks
         self._totals = lanes.read_totals()
-        self._sampling = False
+        self._sampling = self._has_warned = False
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next report."""
@@ -241,6 +241,13 @@ class Reporter:
         timeline = self._lanes.end_timeline() if sampled else None
         totals = self._lanes.read_totals()
         spent, self._totals = totals.minus(self._totals), totals
+        if speculation.mostly_wrong and not self._has_warned and self._ranks.rank == 0:
+            self._has_warned = True
+            _log.warning(
+                "update = 'speculative': most of the last steps were clipped or skipped, so that "
+                "updates wait for the norm, as with 'exact', for as long as that is so. The second "
+                "copy of the state has no use then: update = 'exact' does without"
+            )
         return StepReport(
             step=counter.steps,
             skipped=decision.skipped,

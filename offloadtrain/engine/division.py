@@ -101,6 +101,13 @@ class LocalNorm:
         del member, intent
 
 
+class SplitSteps(Protocol):
+    """Ends the steps of an optimizer, each in several moments: see `OffloadOptimizer.split`."""
+
+    def sample_timeline(self) -> None:
+        """Record the lanes from the next decision on, until the one after it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Division:
     """The part of a model that one engine trains: here all of it, on all ranks alike.

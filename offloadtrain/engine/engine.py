@@ -256,9 +256,9 @@ class Engine:
         if not ranks.is_single:
             residency.on_backward = gradients.backward_reached
         self.guard = PhaseGuard(gradients, program)
-        self.reports = Reporter(lanes, ranks, program.spec.config)
+        self.reports = Reporter(lanes, ranks, program.spec)
         self.step_gradients = StepGradients(
-            program, gradients, norm_measure, self.guard, self.reports, self._drain
+            program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
         self.successor: Callable[[], Engine | None] = lambda: None
@@ -445,7 +445,7 @@ class Engine:
     def detach_weights(self) -> None:
         """The caller will set the state, and apart from it the weights that forward uses; waits."""
         self._interpreter.run_update(self.program.detach_weights)
-        self._drain()
+        self.drain()
 
     def switch_version(self, *, to_previous: bool) -> None:
         """Parameters become the weights before the newest ones, or the newest ones again."""
@@ -513,7 +513,7 @@ class Engine:
         set_ = self.program.resume_delay if delayed else self.program.upload_masters
         self._interpreter.run_update(set_)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
-        self._drain()
+        self.drain()
 
     def write_state(self, writer: StateWriter) -> None:
         """Launch the writes of the state after the last step; they run during the next ones.
@@ -573,7 +573,7 @@ class Engine:
         newest weights."""
         if not self.guard.is_over:
             self.end_delay()
-            self._drain()
+            self.drain()
 
     def end_delay(self) -> None:
         """Between steps, launch the uploads that mode "delayed" holds back."""
@@ -584,7 +584,7 @@ class Engine:
             if self.guard.phase is Phase.FORWARD:
                 self.publish_weights()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait until all lanes are empty; parameters hold the weights that forward uses."""
         # The caller reads or writes state past the lanes: nothing may be in flight. Later launches
         # wait for nothing before this point, and the disk's checksums may not be true any more.
@@ -614,7 +614,7 @@ class Engine:
         """Take the hooks off the model and give it its weights; the lanes serve another engine.
         Returns the casts, which stay on the model: a forward of it may be running."""
         casts, self.casts = self.casts, []
-        self._leave(self.lanes.synchronize)
+        self._leave(self.lanes.synchronize, has_successor=True)
         return casts
 
     def close(self) -> None:
@@ -622,7 +622,7 @@ class Engine:
         if not self.guard.closed:
             self._leave(self.lanes.close)
 
-    def _leave(self, drain: Callable[[], None]) -> None:
+    def _leave(self, drain: Callable[[], None], *, has_successor: bool = False) -> None:
         self.guard.closed = True
         # First, and also if the GPU has failed: the model is an ordinary one again.
         self.forward_hooks.close()
@@ -635,7 +635,7 @@ class Engine:
         drain()
         self._interpreter.failure = None
         self.step_gradients.access.end_step()
-        self.residency.close()
+        self.residency.close(has_successor=has_successor)
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.undecided_scale * self._ranks.everyone.size

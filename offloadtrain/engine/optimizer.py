@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig, StateOn
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.float8 import converted_layers
 from offloadtrain.engine.autograd.hooks import Removable
@@ -26,7 +26,7 @@ from offloadtrain.engine.checks import (
     offloaded,
     warn_of_local_norm,
 )
-from offloadtrain.engine.division import Division
+from offloadtrain.engine.division import Division, SplitSteps
 from offloadtrain.engine.engine import Engine, hook_parameters
 from offloadtrain.engine.evaluations import check_evaluations, eager
 from offloadtrain.engine.foreign_readers import ParameterReaders
@@ -39,7 +39,8 @@ from offloadtrain.engine.param_groups import (
 )
 from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.engine.prepared import Prepared
-from offloadtrain.engine.relayout import Earlier, warn_of_turns
+from offloadtrain.engine.promotion import Promotion
+from offloadtrain.engine.relayout import Earlier, check_room, warn_of_turns
 from offloadtrain.engine.release import Release
 from offloadtrain.engine.state import (
     check_held_by,
@@ -64,13 +65,6 @@ from offloadtrain.step.layout.tiers import Tier
 _log = logging.getLogger(__name__)
 
 
-class SplitSteps(Protocol):
-    """Ends the steps of an optimizer, each in several moments: see `OffloadOptimizer.split`."""
-
-    def sample_timeline(self) -> None:
-        """Record the lanes from the next decision on, until the one after it."""
-
-
 _S = TypeVar("_S", bound=SplitSteps)
 
 
@@ -80,7 +74,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
     optimizer. `state[p]` holds `step` and the tensors of the state format (`fp32`: `master` and the
     moments): views of host memory shaped as the parameter (scales: one value per block), at rest
-    after `synchronize()`, valid until `close()` (update mode "speculative": until the next step).
+    after `synchronize()`, valid until `close()` (update mode "speculative": until the next step;
+    `state_on = "auto"`: until the state moves).
     Among ranks each has its shard of it: views of the elements that it owns, 1-D where these are
     not the whole parameter.
     """
@@ -110,6 +105,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.working_dtype = PRECISIONS[config.precision]
         self._division, self._rule = division, rule
         self._rules = [rule_of(rule, group) for group in self.param_groups]
+        self._promotion = Promotion(config, self._rules, device, division)
         self._steps = {0: torch.zeros((), dtype=torch.float32, device="cpu")}
         self._missed: dict[nn.Parameter, int] = {}
         """Parameter → steps of the run that it has not made, of those that came later."""
@@ -388,6 +384,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._check()
         report = self._engine.step(skip=skip)
         self._set_steps(report.step)
+        self._move_state(self._promotion.after_step(self._engine))
         return loss
 
     def split(self, make: Callable[[Engine, Callable[[], None], Tensor], _S]) -> _S:
@@ -412,6 +409,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if self.phase is not Phase.CLOSED and not (self._prepared and self._accumulating):
             self._engine.drop_gradients()
+            if not self._seal.is_retrained():
+                self._move_state(self._promotion.after_drop(self._engine))
 
     @torch.no_grad()
     def reset_state(self, params: Iterable[nn.Parameter] | None = None) -> None:
@@ -474,7 +473,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding,
         "step" of the run, "held_by", "averages", the state dict of each `EMA` of this optimizer,
-        and "untrained", the numbers of parameters without state.
+        "state_on_device", its share, and "untrained", the numbers of parameters without state.
         Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
         self.settle()
@@ -483,6 +482,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         extra |= {"seed": self._engine.functions.seed, "step": self._engine.counter.steps}
         averages = [average.state_dict() for average in self.averages.values()]
         extra["averages"] = [*averages, *self.saved_averages]
+        extra["state_on_device"] = self._engine.reports.state_on_device
         state_dict = eager(torch.optim.Optimizer.state_dict)(self)
         keys = {key for group in state_dict["param_groups"] for key in group["params"]}
         return state_dict | extra | {"untrained": sorted(keys - state_dict["state"].keys())}
@@ -526,6 +526,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.saved_averages = [*state_dict.get("averages", ())]
         for average in [*self.averages.values()][: len(self.saved_averages)]:
             average.load_state_dict(self.saved_averages.pop(0))
+        share = state_dict.get("state_on_device", 0.0)
+        self._move_state(self._promotion.after_load(self._engine, share))
 
     @property
     def tries(self) -> int:
@@ -594,6 +596,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         *,
         groups: Sequence[dict[str, Any]] | None = None,
         missed: dict[nn.Parameter, int] | None = None,
+        state_on: StateOn | None = None,
     ) -> None:
         """See [Note: Changes between steps] in `engine.relayout`.
 
@@ -603,23 +606,28 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 are.
             missed: parameter → steps of the run that it has not made; None: those of before, and
                 all for parameters that were never trained.
+            state_on: where nothing but this changes.
 
         Raises:
             EngineError: between backward and `step()`.
-            ModelError: the model cannot be trained so. Nothing has changed then.
+            ModelError, HostMemoryError: the model cannot be trained so. Nothing has changed then.
         """
-        if self._division.size > 1 or self._split is not None or self.config.skip_unused:
+        if state_on is None and (
+            self._division.size > 1 or self._split is not None or self.config.skip_unused
+        ):
             raise ModelError(
                 f"{change}: with several ranks, pipelines and skip_unused, what is trained cannot "
                 "change between steps: close() the optimizer and offload the changed model"
             )
         engine, config, groups = self._engine, config or self.config, groups or self.param_groups
+        config = config.replace(state_on=self._promotion.begin(state_on))
         engine.guard.require_between_steps(change)
         check_trained(self.model, groups)
         # A forward in inference mode notices a change, too.
         with torch.inference_mode(False):
             self.settle()
-            check_model(self.model, is_offloaded=True)
+            if state_on is None:
+                check_model(self.model, is_offloaded=True)
             trained = {p for group in groups for p in group["params"] if p.requires_grad}
             missed = self._steps_missed(trained) if missed is None else missed
             earlier = Earlier(
@@ -636,7 +644,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 parts, self.model, groups, rules, *for_all, engine.lanes, missed
             )
             # Limits of memory and names of modules are checked: nothing is refused from here on.
-            lay_out(self.model, blocks, *for_all, available_bytes() + earlier.num_bytes)
+            least = available_bytes() + earlier.num_bytes
+            check_room(lay_out(self.model, blocks, *for_all, least), least)
             self._missed, self._rules = missed, rules
             casts = engine.leave()
             earlier.prepare()
@@ -655,6 +664,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 average.follow()
             self._changes += 1
             warn_of_turns(self._changes, self._engine.counter.steps)
+
+    def _move_state(self, state_on: StateOn | None) -> None:
+        """Lay memory out anew with the state elsewhere, unless None; weights that wait (update mode
+        "delayed") wait afterwards."""
+        if state_on is not None:
+            weights = self._weights_in_use()
+            self._relayout("state_on = 'auto'", state_on=state_on)
+            self._delay_newest(weights)
 
     def _steps_missed(self, trained: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
         """Return parameter → steps of the run that it has not made, where there are any."""
@@ -751,16 +768,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if written:
             self.adopt_written_weights()
         self._take_over_state()
-
-    @torch.no_grad()
-    def _take_over_frozen(self) -> None:
-        """Make what was written into frozen parameters their saved state's, which a run that trains
-        them goes on from. Elements that were not written keep the precision of their master."""
-        for param in self._frozen_state:
-            state, weights = self.state[param], param.detach().cpu()
-            saved = state["master"] if "master" in state else state["weight"]
-            written = saved.to(weights.dtype) != weights
-            saved[written] = weights[written].to(saved.dtype)
 
     @torch.no_grad()
     def _take_over_state(self) -> None:

@@ -1,8 +1,8 @@
-"""A change of what is trained between two steps: parameters, groups, microbatches in a step.
+"""A change between two steps: of parameters, groups, microbatches in a step, the tier of state.
 
 [Note: Changes between steps]
-Blocks, buckets and memory follow from three things: the parameters that require gradients, their
-groups, and the number of microbatches. If one of them changes, the lanes are emptied, the engine
+Blocks, buckets and memory follow from the parameters that require gradients, their groups, the
+number of microbatches and `state_on`. If one of them changes, the lanes are emptied, the engine
 leaves the model, and another one is built as `offload()` does it, over the same lanes and for the
 same optimizer. Gradients, staging and copies of weights are given back first. Then masters and
 moments are copied parameter by parameter, and a bucket's memory is given back with its last
@@ -25,12 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.state import load, master
 from offloadtrain.optim import Rule
-from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.buffer_table import arena_rows
+from offloadtrain.step.layout.buffers import BufferKey, Memory, span_bytes
+from offloadtrain.step.layout.step_spec import StepSpec
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +103,11 @@ class Earlier:
         self._keep(slot.param, {})
         return torch.where(written, weights.float(), masters) if bool(written.any()) else None
 
+    def carry_frozen(self, bucket: Bucket, slot: Slot) -> None:
+        """Copy this rank's shard of a frozen parameter, which has no other weights."""
+        old, old_slot = self._slot_of[slot.param]
+        bucket.weights_of(slot).copy_(old.weights_of(old_slot))
+
     def moved(self, params: Iterable[nn.Parameter]) -> None:
         """These parameters are views of the new layout: give back the buckets that nothing
         views."""
@@ -123,6 +132,15 @@ class Earlier:
             if key.kind is Memory.WORKING or (key.kind in state and key.version == bucket.copy)
         }
         return keys.union(table.sources.get(bucket.name, ()))
+
+
+def check_room(spec: StepSpec, available: int) -> None:
+    """Raises HostMemoryError if a layout needs more than is available: moving ends half-way."""
+    if (needed := span_bytes(arena_rows(spec))) > available:
+        raise HostMemoryError(
+            f"the change needs {format_bytes(needed)} of host memory in all, and "
+            f"{format_bytes(available)} are there for it. Nothing has changed"
+        )
 
 
 def warn_of_turns(changes: int, steps: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -228,10 +229,10 @@ class Residency:
                 block.views.show_host()
                 self._exposed.add(block)
 
-    def close(self) -> None:
+    def close(self, *, has_successor: bool = False) -> None:
         """Leave the host memory of streamed weights to their parameters: the host may have no room
         for a copy. Where the host has a shard of them, parameters become empty: an error tells
-        whoever reads them."""
+        whoever reads them. With a successor they become NaN of their shape."""
         self.show_host_weights()
         # Not tensors of a user's inference mode, which could not be trained again.
         with torch.inference_mode(False):
@@ -240,7 +241,10 @@ class Residency:
                 on_disk = self._program.buckets[bucket.name].loads_from_file
                 for slot in bucket.slots:
                     if not self.is_single:
-                        slot.local.data = slot.local.data.new_empty(0)
+                        no_weights = slot.local.data.new_empty(0)
+                        if has_successor:
+                            no_weights = slot.local.data.new_full((), math.nan).expand(slot.shape)
+                        slot.local.data = no_weights
                     elif not on_disk:
                         weights = bucket.weights_of(slot)
                         on_host = weights.device.type == "cpu"

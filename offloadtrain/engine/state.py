@@ -335,6 +335,7 @@ class StateIO:
     _engine: Engine
     _rules: Sequence[AnyRule]
     _seal: ParameterGuard
+    _frozen_state: dict[nn.Parameter, list[Tensor]]
     _steps: dict[int, Tensor]
     """Steps missed → the step of the parameters that have missed so many: a 0-dim fp32 tensor."""
 
@@ -560,6 +561,37 @@ class StateIO:
         # Waits: parameters hold the loaded weights when this returns.
         self._engine.emit(delayed=delayed)
         # Frozen parameters may have been loaded too.
+        self._seal.renew()
+
+    @torch.no_grad()
+    def _take_over_frozen(self) -> None:
+        """Make what was written into frozen parameters their saved state's, which a run that trains
+        them goes on from. Elements that were not written keep the precision of their master."""
+        for param in self._frozen_state:
+            state, weights = self.state[param], param.detach().cpu()
+            saved = state["master"] if "master" in state else state["weight"]
+            written = saved.to(weights.dtype) != weights
+            saved[written] = weights[written].to(saved.dtype)
+
+    @torch.no_grad()
+    def _weights_in_use(self) -> list[Tensor]:
+        """Copy this rank's part of the weights that forward uses to the host, where newer ones wait
+        (update mode "delayed"): 2 bytes per parameter."""
+        if not self._engine.program.mode.waiting:
+            return []
+        # Copied past the lanes.
+        self._engine.drain()
+        return [bucket.weights_of(slot).to("cpu", copy=True) for bucket, slot in self._slots()]
+
+    @torch.no_grad()
+    def _delay_newest(self, weights: Sequence[Tensor]) -> None:
+        """Set the weights that forward uses, if there are any, and let those of the state wait."""
+        if not weights:
+            return
+        self._engine.detach_weights()
+        for (bucket, slot), in_use in zip(self._slots(), weights, strict=True):
+            bucket.weights_of(slot).copy_(in_use)
+        self._engine.emit(delayed=True)
         self._seal.renew()
 
     def _count_from(self, step: int, expert_steps: Mapping[str, Sequence[int]]) -> None:

@@ -12,6 +12,8 @@ from offloadtrain.engine.norm import Norm
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes, Timeline, exposed_by_lane
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.step.layout.state_tiers import device_share
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.modes import Decision, Speculation
 
 _log = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class StepReport(LaneReport):
         micro_steps: backward passes of the step.
         early_buckets: buckets updated inside backward.
         speculation_hit: these updates, in mode "speculative", were right; None without any.
+        state_on_device: the share of the optimizer state that was on the device.
     """
 
     step: int
@@ -108,6 +111,7 @@ class StepReport(LaneReport):
     micro_steps: int
     early_buckets: int
     speculation_hit: bool | None
+    state_on_device: float = 0.0
     skipped_in_a_row: int = 0
     nonfinite: tuple[str, ...] = ()
     nonfinite_ranks: tuple[tuple[int, ...], ...] = ()
@@ -217,16 +221,18 @@ class Reporter:
 
     Attributes:
         last_step: the report of the last step; None before the first.
+        state_on_device: the share of the optimizer state that is on the device.
         warns_of_skips: log a warning of skips in a row.
     """
 
-    def __init__(self, lanes: Lanes, ranks: Ranks, config: OffloadConfig) -> None:
-        self.counter = StepCounter(config)
+    def __init__(self, lanes: Lanes, ranks: Ranks, spec: StepSpec) -> None:
+        self.counter = StepCounter(spec.config)
+        self.state_on_device = device_share(spec)
         self.last_step: StepReport | None = None
         self.warns_of_skips = True
         self._lanes, self._ranks = lanes, ranks
         self._totals = lanes.read_totals()
-        self._sampling = False
+        self._sampling = self._has_warned = False
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next report."""
@@ -241,6 +247,13 @@ class Reporter:
         timeline = self._lanes.end_timeline() if sampled else None
         totals = self._lanes.read_totals()
         spent, self._totals = totals.minus(self._totals), totals
+        if speculation.mostly_wrong and not self._has_warned and self._ranks.rank == 0:
+            self._has_warned = True
+            _log.warning(
+                "update = 'speculative': most of the last steps were clipped or skipped, so that "
+                "updates wait for the norm, as with 'exact', for as long as that is so. The second "
+                "copy of the state has no use then: update = 'exact' does without"
+            )
         self.last_step = StepReport(
             step=self.counter.steps,
             skipped=decision.skipped,
@@ -253,6 +266,7 @@ class Reporter:
             micro_steps=micro_steps,
             early_buckets=speculation.buckets,
             speculation_hit=speculation.right,
+            state_on_device=self.state_on_device,
             exposed_ms=spent.exposed_ms,
             busy_ms={lane.value: busy for lane, busy in spent.busy_ms.items()},
             d2h_bytes=spent.d2h_bytes,

@@ -102,7 +102,7 @@ def adopt_weights(
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rules[bucket.group], device, earlier)
             for bucket in block_of[part.module].frozen:
-                _move_to_host(bucket)
+                _move_to_host(bucket, None if ranks.is_single else earlier)
             # The host has a shard, which a full parameter cannot view: NaN until the first use.
             if not ranks.is_single and any(b.streamed for b in block_of[part.module].all_buckets):
                 block_of[part.module].leave_device()
@@ -282,9 +282,13 @@ def _adopt(
         bucket.working.flat.zero_()
 
 
-def _move_to_host(bucket: Bucket) -> None:
-    """Copy frozen weights of a streamed block to the memory that its loads read."""
+def _move_to_host(bucket: Bucket, earlier: Earlier | None) -> None:
+    """Copy frozen weights of a streamed block to the memory that its loads read; `earlier`: the
+    layout that has a shard of them."""
     for slot in bucket.slots:
+        if earlier is not None:
+            earlier.carry_frozen(bucket, slot)
+            continue
         _check_range(slot.name, slot.local.data, bucket.dtype)
         lo, hi = bucket.piece(slot)
         bucket.weights_of(slot).copy_(slot.flattened(slot.local.data)[lo:hi])

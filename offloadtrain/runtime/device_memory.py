@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -44,3 +45,32 @@ class AllocatorCounters:
     def run_peak(self) -> int:
         """The greatest peak since the process began."""
         return max(self._run_peak, torch.cuda.max_memory_allocated(self._device))
+
+
+class MemoryUse(NamedTuple):
+    """The memory of one GPU, in bytes.
+
+    Attributes:
+        total: of the GPU.
+        others: in use outside of torch's allocator, by this process (CUDA's context) and others.
+        peak: the most that torch's allocator has reserved since its statistics were reset.
+    """
+
+    total: int
+    others: int
+    peak: int
+
+
+def memory_use(device: torch.device) -> MemoryUse:
+    """Ask driver and allocator of a GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
+    return MemoryUse(total, total - free - reserved["current"], reserved["peak"])
+
+
+def failed_allocations(device: torch.device) -> int:
+    """Count the allocations that have raised `torch.OutOfMemoryError` in this process."""
+    if device.type != "cuda":
+        return 0
+    failures: int = torch.cuda.memory_stats_as_nested_dict(device)["num_ooms"]
+    return failures

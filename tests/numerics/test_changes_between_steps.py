@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine import EngineError
+from offloadtrain.engine import optimizer as optimizer_module
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.runtime import kernels
@@ -307,6 +309,23 @@ def test_the_number_of_microbatches_changes(options: dict[str, Any]) -> None:
         follow(run, optimizer, model, batches(2 * accum), accum)
         assert_same(run, optimizer, model)
         assert booked(optimizer) == planned(optimizer)
+    optimizer.close()
+
+
+def test_a_change_that_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything moves."""
+    torch.manual_seed(0)
+    model = Chain(3)
+    run, optimizer, _ = parted(model)
+    follow(run, optimizer, model, batches(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_module, "available_bytes", lambda: 0)
+        with pytest.raises(
+            HostMemoryError, match=r"^the change needs 2\d\d\.\d KiB .* has changed"
+        ):
+            optimizer.grad_accum_steps = 2
+    follow(run, optimizer, model, batches(2))
+    assert_same(run, optimizer, model)
     optimizer.close()
 
 

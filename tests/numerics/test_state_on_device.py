@@ -45,7 +45,6 @@ def test_block_inputs_cross_the_bus_all_the_same() -> None:
     ("options", "message"),
     [
         ({"working": "host"}, "working = 'device'"),
-        ({"state_on": "auto"}, "give device_memory_limit, or a share"),
         (
             {"state_on": {"device": 0.9}, "working": "host"},
             "asks for 0.9 of the state",

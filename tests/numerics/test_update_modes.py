@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 import offloadtrain as ot
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program import modes
+from offloadtrain.step.proof.recording import Launched
 from tests.numerics.comparison import (
     assert_equal,
     assert_same,
@@ -96,6 +100,32 @@ def wrong_at(pattern: str, steps: int) -> list[bool]:
         "first": [step == 1 for step in range(steps)],  # the first that guesses
         "last": [step == steps - 1 for step in range(steps)],
     }[pattern]
+
+
+def launches_of(update: str, clip: float) -> list[list[Any]]:
+    """What each of 12 steps launches."""
+    recorder, steps = RecordingLanes(SequentialLanes()), []
+    with on_lanes(recorder):
+        _, optimizer, model = pair(make("chain"), clip=clip, update=update)
+    for tokens in batches(12):
+        before = len(recorder.program)
+        train(optimizer, model, [tokens])
+        optimizer.synchronize()
+        steps.append([e for e in recorder.program[before:] if isinstance(e, Launched)])
+    optimizer.close()
+    return [[(entry.lane, entry.name) for entry in step] for step in steps]
+
+
+def test_clipped_in_most_steps_it_is_said_once_and_costs_what_exact_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first step has shown it: each step launches the operations of an exact one."""
+    exact, guessing = (launches_of(update, 0.01) for update in ("exact", "speculative"))
+    assert guessing == exact
+    (record,) = caplog.records
+    assert record.message.startswith("update = 'speculative': most of the last steps were clipped")
+    caplog.clear()
+    assert launches_of("speculative", 1e9)[1:] != exact[1:] and caplog.records == []
 
 
 @pytest.mark.parametrize(

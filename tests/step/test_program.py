@@ -133,9 +133,11 @@ def test_it_guesses_as_long_as_half_of_the_last_guesses_were_right() -> None:
     for _ in range(SpeculationPolicy.WINDOW):
         policy.add_outcome(False)
         assert not policy.should_speculate()
+    assert policy.is_mostly_wrong()
     for right in range(1, SpeculationPolicy.WINDOW + 1):
         policy.add_outcome(True)  # the oldest wrong one is forgotten for it
         assert policy.should_speculate() == (2 * right >= SpeculationPolicy.WINDOW)
+        assert policy.is_mostly_wrong() is not policy.should_speculate()
 
 
 def test_a_dropped_step_leaves_no_block_behind() -> None:

@@ -36,17 +36,13 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
     """Give every trained bucket the tier of its state, as the config asks.
 
     Raises:
-        OptionError: so large a share cannot be on the device, or nothing decides on "auto".
+        OptionError: so large a share cannot be on the device.
         DeviceMemoryError: `device_memory_limit` does not hold the share.
     """
     limit = spec.config.memory.device_limit
     if spec.config.state.tier == "auto":
-        if limit is None:
-            raise OptionError(
-                "state_on = 'auto' is decided by the plan of a job; in offload() give "
-                "device_memory_limit, or a share such as {'device': 0.3}"
-            )
-        return filled(spec, limit, device_bytes)
+        # Without a limit nobody knows yet what the device has room for.
+        return first_on_device(spec, 0) if limit is None else filled(spec, limit, device_bytes)
     tiered = _spread_on_disk(first_on_device(spec, _device_count(spec)))
     if limit is not None and tiered.has_state_on(Tier.DEVICE):
         needed = device_bytes(tiered)

@@ -66,10 +66,12 @@ class Speculation:
     Attributes:
         buckets: the number of buckets updated inside backward.
         right: whether the guess was right; None without speculation.
+        mostly_wrong: guesses about most of the last steps were, or would have been, wrong.
     """
 
     buckets: int = 0
     right: bool | None = None
+    mostly_wrong: bool = False
 
 
 class Exact:
@@ -270,6 +272,9 @@ class SpeculationPolicy:
     def should_speculate(self) -> bool:
         return 2 * sum(self._recent) >= len(self._recent)
 
+    def is_mostly_wrong(self) -> bool:
+        return len(self._recent) == self.WINDOW and not self.should_speculate()
+
     def add_outcome(self, right: bool) -> None:
         self._recent.append(right)
 
@@ -317,7 +322,9 @@ class Speculative(Exact):
             self._staged.clear()
         self._used = None
         super().apply(order, decision)
-        return Speculation(guessed, right if guessed else None)
+        return Speculation(
+            guessed, right if guessed else None, mostly_wrong=self._policy.is_mostly_wrong()
+        )
 
     def drop(self) -> None:
         self._used = None

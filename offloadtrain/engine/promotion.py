@@ -1,0 +1,201 @@
+"""State that moves to the device once its free memory is known: `state_on = "auto"`.
+
+[Note: Free device memory]
+How much memory activations take is known only after a model has trained for a while. So all state
+begins on the host. Every `CHECK_STEPS` steps the most memory that torch's allocator has reserved is
+compared with the check before. If it has not risen on any rank, the rest of the device, less a
+reserve, is free, and gradients, masters and moments of the first blocks of the forward move there
+([Note: State where there is room] in `step.layout.state_tiers`), as far as the rank with the least
+room allows. The move is a change of the layout ([Note: Changes between steps] in
+`engine.relayout`), and the bits stay. Evaluations and longer batches count if they come before it.
+A later one that does not fit raises torch's OutOfMemoryError; when its step is dropped, the state
+goes back to the host, for good. Not among ranks, whose collectives would wait for the one that has
+failed.
+
+A step is dropped between two others, or while the error is handled. A `zero_grad()` between a
+forward and its backward drops nothing, and the graph reads weights where they are.
+
+The state dict has the share. A run that loads it moves the state at once, if there is room now. A
+change of what is trained, or of the microbatches in a step, begins anew.
+
+`device_memory_limit` is a limit of what the engine itself allocates, which is known in advance:
+with it state is placed when the model is offloaded, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from offloadtrain.config.offload import OffloadConfig, OptionError, StateOn
+from offloadtrain.config.units import format_bytes
+from offloadtrain.engine.division import Division
+from offloadtrain.engine.engine import Engine
+from offloadtrain.optim import AnyRule
+from offloadtrain.optim.kernel_rules import KernelRule
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.device_memory import MemoryUse, failed_allocations, memory_use
+from offloadtrain.step.layout.buffer_table import buffer_table, device_bytes
+from offloadtrain.step.layout.state_tiers import device_share, filled, with_state_tiers
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
+
+_log = logging.getLogger(__name__)
+
+CHECK_STEPS = 10
+_RESERVE_SHARE, _RESERVE_BYTES = 0.1, 1 << 30
+"""Left free on the device, for fragments and batches that take more: the larger of both."""
+
+
+class Promotion:
+    """Decides where the state of one model is. The methods that return a `state_on` to move to, or
+    None, are called between two steps, by all ranks."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        rules: Sequence[AnyRule],
+        device: torch.device,
+        division: Division,
+    ) -> None:
+        """Raises OptionError if the state of this model cannot move."""
+        self._ranks, self._device = division.replicas, device
+        is_auto = config.state.tier == "auto"
+        measures = is_auto and config.memory.device_limit is None
+        is_plain = division.size == self._ranks.size and self._ranks.of_experts is self._ranks
+        if measures and (config.skip_unused or not is_plain):
+            raise OptionError(
+                "state_on = 'auto' without device_memory_limit moves all ranks' state at one step, "
+                "which does not go with skip_unused, nor with a mesh that divides the model: give "
+                "device_memory_limit, or a share such as {'device': 0.3}"
+            )
+        if measures and (reason := _reason_against(config, rules, device)):
+            self._log(logging.WARNING, f"the optimizer state stays on the host, as {reason}")
+            measures = False
+        self._measures = measures
+        self._may_go_back = is_auto and division.size == 1 and not config.skip_unused
+        self._undecided = config.state.tier
+        self._failures = 0
+        self.begin(None)
+
+    def begin(self, state_on: StateOn | None) -> StateOn:
+        """Return the `state_on` of a new layout. None: other parameters are trained, or other
+        microbatches summed, and what the device has room for is to be measured again."""
+        self._is_decided = state_on is not None or not self._measures
+        self._peak = 0
+        return state_on or self._undecided
+
+    def after_step(self, engine: Engine) -> StateOn | None:
+        """Move state to the device if its free memory is known."""
+        if self._is_decided or engine.counter.tries % CHECK_STEPS:
+            return self.after_drop(engine)
+        use = memory_use(self._device)
+        is_stable = use.peak <= self._peak and _is_unread(engine)
+        self._peak = max(self._peak, use.peak)
+        if (room := self._least_room(use, is_stable=is_stable)) is None:
+            return None
+        self._is_decided = True
+        spec = engine.program.spec
+        share = device_share(filled(spec, device_bytes(spec) + room, device_bytes))
+        return self._promoted(spec, share)
+
+    def after_load(self, engine: Engine, share: float) -> StateOn | None:
+        """The state of a run was loaded that had so large a share on the device."""
+        if self._is_decided or not share:
+            return None
+        room, spec = self._least_room(memory_use(self._device), is_stable=True), engine.program.spec
+        needed = device_bytes(_with_share(spec, share)) - device_bytes(spec)
+        return self._promoted(spec, share) if room is not None and needed <= room else None
+
+    def after_drop(self, engine: Engine) -> StateOn | None:
+        """Move the state back to the host if an allocation on the device has failed since state
+        moved there."""
+        if not (self._may_go_back and engine.reports.state_on_device):
+            return None
+        is_handled = isinstance(sys.exception(), torch.OutOfMemoryError)
+        has_failed = failed_allocations(self._device) > self._failures
+        if not has_failed or not (is_handled or _is_unread(engine)):
+            return None
+        self._measures, self._undecided = False, "host"
+        self._log(
+            logging.WARNING,
+            f"an allocation on the device has failed with {engine.reports.state_on_device:g} of "
+            "the optimizer state there: the state goes back to the host and stays there",
+        )
+        return "host"
+
+    def _promoted(self, spec: StepSpec, share: float) -> StateOn | None:
+        if share and self._is_available(spec, promoted := _with_share(spec, share)):
+            more = format_bytes(device_bytes(promoted) - device_bytes(spec))
+            text = f"{share:g} of the optimizer state moves to the device ({more} more there)"
+            self._log(logging.INFO, text)
+            self._failures = failed_allocations(self._device)
+            return {"device": share}
+        self._log(
+            logging.WARNING,
+            "the optimizer state stays on the host: beside a reserve of "
+            f"{100 * _RESERVE_SHARE:g} % (at least {format_bytes(_RESERVE_BYTES)}) the device has "
+            "no room for a block of it",
+        )
+        return None
+
+    def _is_available(self, spec: StepSpec, promoted: StepSpec) -> bool:
+        """Allocate and free what comes to the device: a move cannot be undone half-way."""
+        before = buffer_table(spec).allocated(Tier.DEVICE)
+        rows = buffer_table(promoted).allocated(Tier.DEVICE)
+        try:
+            [
+                torch.empty(row.nbytes, dtype=torch.uint8, device=self._device)
+                for key, row in rows.items()
+                if key not in before
+            ]
+        except torch.OutOfMemoryError:
+            is_available = False
+        else:
+            is_available = True
+        return bool(self._ranks.all_gather_host([is_available]).all())
+
+    def _least_room(self, use: MemoryUse, *, is_stable: bool) -> int | None:
+        """Return the bytes that are free on the device of every rank; None: that is not known."""
+        taken = use.others + max(use.peak, self._peak) + reserve_bytes(use.total)
+        room = use.total - taken
+        rooms = self._ranks.all_gather_host([room if is_stable else math.nan])
+        return None if rooms.isnan().any() else int(rooms.min())
+
+    def _log(self, level: int, text: str) -> None:
+        if self._ranks.rank == 0:
+            _log.log(level, "state_on = 'auto': %s", text)
+
+
+def reserve_bytes(total: int) -> int:
+    """Return the bytes that stay free on a device of so many."""
+    return max(int(_RESERVE_SHARE * total), _RESERVE_BYTES)
+
+
+def _is_unread(engine: Engine) -> bool:
+    """No graph that a backward may still run over reads weights where they are."""
+    return all(block.is_unread for block in engine.residency.blocks.values())
+
+
+def _with_share(spec: StepSpec, share: float) -> StepSpec:
+    config = spec.config.replace(state_on={"device": share})
+    return with_state_tiers(replace(spec, config=config), device_bytes)
+
+
+def _reason_against(
+    config: OffloadConfig, rules: Sequence[AnyRule], device: torch.device
+) -> str | None:
+    """Say why no state can move to the device, or is updated faster on the host."""
+    if device.type == "cpu":
+        return "the device is the CPU"
+    of_kernels = [rule for rule in rules if isinstance(rule, KernelRule)]
+    scalars = [rule.scalars(rule.defaults(), step=1, grad_scale=1.0, seed=0) for rule in of_kernels]
+    is_narrow = config.state.format != "fp32"
+    if is_narrow and not (len(scalars) == len(rules) and all(map(kernels.compiles, scalars))):
+        return f"no kernel of the device updates state = '{config.state.format}' by this rule"
+    return None

@@ -82,7 +82,6 @@ def script(checkpoint: Path, *, resume: bool = False, **options: Any) -> dict[st
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **RULE)  # type: ignore[arg-type]
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        average.update_parameters(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_decay)
     start = 0
     if resume:

@@ -97,6 +97,10 @@ def _turn(turn: Any) -> Any:
     return turn
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """A chat template and the tokenizer of transformers that renders it."""
@@ -182,18 +186,17 @@ class ChatTemplate:
             text = self._render(messages, tools)
             if not any(str(content) in text for content in lists.values()):
                 return messages
-        readable = [dict(message) for message in messages]
-        for number, content in lists.items():
-            parts = content if isinstance(content, list) else [content]
-            if not all(
-                isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
-            ):
+        for number, parts in lists.items():
+            if not (isinstance(parts, list) and all(map(_is_text, parts))):
                 raise ChatError(
                     f"the content of message number {number + 1} is not text alone, and the chat "
                     "template does not read it: leave out its other parts"
                 )
-            readable[number]["content"] = "".join(part["text"] for part in parts)
-        return readable
+        texts = {n: "".join(part["text"] for part in parts) for n, parts in lists.items()}
+        return [
+            {**message, "content": texts.get(number, message.get("content"))}
+            for number, message in enumerate(messages)
+        ]
 
     def _render(self, messages: Messages, tools: Any, ask: bool = False) -> str:
         if not messages:

@@ -135,8 +135,7 @@ class Encoder:
 
     def _encode_record(self, record: Record) -> Document | Bad:
         try:
-            tools = record.get("tools")
-            tools = json.loads(tools) if isinstance(tools, str) else tools
+            tools = json.loads(raw) if isinstance(raw := record.get("tools"), str) else raw
             if self.form == "chat":
                 values = [messages_of(record)]
                 assert self.chat is not None
@@ -196,10 +195,8 @@ def _fields_of(record: Record) -> str:
     if texts:
         pair = ", or rename a question to prompt and its answer to completion" * (len(texts) > 1)
         return f" (text is in {', '.join(texts[:4])}: choose one with --field{pair})"
-    there = ", ".join(map(ascii, record))
-    return f" (there is {there}: conversations are read from messages or conversations)" * bool(
-        record
-    )
+    there = f"there is {', '.join(map(ascii, record))}" if record else "it is empty"
+    return f" ({there}: conversations are read from messages or conversations)"
 
 
 _BATCH = 1000  # records that are encoded at once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,10 +279,16 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
     answer = {"role": "assistant", "content": "the cat"}
     alpaca = {"instruction": "what is it?", "output": "the cat"}
     in_turns = [{"from": "system", "value": "what"}, *_sharegpt("", CHAT[1:])["conversations"]]
+    in_parts = [
+        {"role": turn["role"], "content": [{"type": "text", "text": x} for x in turn["content"]]}
+        for turn in CHAT
+    ]
     shapes: list[tuple[dict[str, Any], list[dict[str, str]]]] = [
         (_sharegpt("what", CHAT[1:]), CHAT),
         ({"conversations": in_turns}, CHAT),
         ({"conversations": CHAT}, CHAT),
+        ({"id": 7, "conversation": CHAT}, CHAT),
+        ({"messages": in_parts}, CHAT),
         ({**alpaca, "input": "the hat"}, [question, answer]),
         ({**alpaca, "input": ""}, [alone, answer]),
         ({**alpaca, "input": None, "messages": None}, [alone, answer]),
@@ -320,6 +327,49 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
     source = _jsonl(tmp_path / "one", rows[:2])
     with pytest.raises(DataError, match=r"single document.*--val-fraction 0.*\nleft out: .*:2: no"):
         prepare(source, tmp_path / "one", tokenizer=str(folder), bad_lines="skip")
+
+
+def test_parts_of_text_are_joined_where_a_template_writes_lists_out(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    folder = tiny.folder(tmp_path / "t", template=template)
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
+    both = []
+    for name, messages in (("parts", parts), ("texts", CHAT)):
+        source = _jsonl(tmp_path / name, [{"messages": messages}])
+        prepared = prepare(source, tmp_path / name, tokenizer=str(folder), val_fraction=0.0)
+        both.append(documents(prepared.train))
+    assert both[0] == both[1]
+
+
+def test_fields_of_other_shapes_get_a_remedy(tmp_path: Path, folder: Path) -> None:
+    """One line for each, with file, line, reason, and what to do. What JSON lines may have besides
+    (a byte order mark, CR LF, blank lines at the end) changes nothing."""
+    question, answer = {"role": "user", "content": "what"}, {"role": "assistant", "content": "it"}
+    cases = [
+        ({"prompt": "what", "response": "it"}, "or rename a question to prompt and its answer to"),
+        ({"prompt": "what", "chosen": "it", "rejected": "a"}, "are preferences: examples/dpo.py"),
+        (
+            {"data": {"messages": [question, answer]}},
+            "there is 'data': conversations are read from",
+        ),
+        ([question, answer], r'not a JSON object, such as {"text": ...} or {"messages": '),
+    ]
+    for number, (row, problem) in enumerate(cases):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
+        with pytest.raises(DataError, match=rf"{number}\.jsonl:1: .*{re.escape(problem)}"):
+            prepare(tmp_path / f"{number}.jsonl", tmp_path / "out", tokenizer=str(folder))
+    lines = [json.dumps({"messages": [question, answer]}) for _ in range(1000)]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\r\n".join(lines) + "\r\n\n \n")
+    assert (
+        prepare(
+            tmp_path / "a.jsonl", tmp_path / "a", val_fraction=0.0, tokenizer=str(folder)
+        ).train_documents
+        == 1000
+    )
+    lines[617] = json.dumps({"messages": [question]})
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"b\.jsonl:618: no message of the assistant"):
+        prepare(tmp_path / "b.jsonl", tmp_path / "out", tokenizer=str(folder))
 
 
 def test_a_source_that_cannot_be_used_is_named(tmp_path: Path, folder: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.clock import Clock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm
-from offloadtrain_tui.frame import screen_text
 from offloadtrain_tui.keys import KEYS, footer, with_keys
+from offloadtrain_tui.pictures import screen_text
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.widgets.chart import Chart
 from textual.widget import Widget

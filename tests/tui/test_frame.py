@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from offloadtrain_tui import frame, svg
+from offloadtrain_tui import pictures, svg
 from offloadtrain_tui.keys import PANELS, with_keys
 
 from offloadtrain.cli.main import main
@@ -55,13 +55,13 @@ def test_a_log_that_is_being_read_is_waited_for(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An app that reads nothing and never settles is drawn after ten looks."""
-    monkeypatch.setattr(frame, "_SETTLE_S", 0.001)
-    monkeypatch.setattr(frame, "_MOST_S", 0.0095)
+    monkeypatch.setattr(pictures, "_SETTLE_S", 0.001)
+    monkeypatch.setattr(pictures, "_MOST_S", 0.0095)
     app: Any = Slow(200 if reads else float("inf"), reads=reads)
     pilot: Any = SimpleNamespace(pause=_pause)
-    monkeypatch.setattr(frame, "_SAY_S", 0.0)
+    monkeypatch.setattr(pictures, "_SAY_S", 0.0)
     progress: list[str] = []
-    asyncio.run(frame.settled(app, pilot, progress.append))
+    asyncio.run(pictures.settled(app, pilot, progress.append))
     assert progress[1] == f"reading the log: {1 if reads else 7} B so far"
     assert len(progress) == app.looked - 1
     assert app.drawn == 1

@@ -16,7 +16,7 @@ from offloadtrain_tui.reading.log_reader import Snapshot
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Tier
-from offloadtrain_tui.widgets.styles import FILLS, OWNER_COLORS
+from offloadtrain_tui.widgets.drawn import FILLS, OWNER_COLORS
 
 from benchmarks.generated_runs import generate
 from offloadtrain.events import schema

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offloadtrain_tui.braille import Canvas, bounds, logarithmic
 from offloadtrain_tui.reading.series import NOTHING, Measured, Outline, Series, Smoothed, Window
+from offloadtrain_tui.widgets.chart import Canvas, bounds, logarithmic
 
 VALUES = st.lists(
     st.one_of(

@@ -1,4 +1,4 @@
-"""Settings and keymap of the user; the bell at an alert and at the end."""
+"""Settings of the user; the bell at an alert and at the end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import attention, settings
-from offloadtrain_tui.app import Monitor
+from offloadtrain_tui import settings
+from offloadtrain_tui.app import Monitor, Watched
 from offloadtrain_tui.clock import LiveClock
 from offloadtrain_tui.reading.log_reader import RunReader
 from offloadtrain_tui.reading.runs import open_run
@@ -30,15 +30,13 @@ THEMES = ("color-blind-safe", "textual-dark")
 def read(path: Path, text: str = "") -> Settings:
     if text:
         path.write_text(text)
-    return settings.load(path, Monitor.ACTIONS, THEMES)
+    return settings.load(path, THEMES)
 
 
 def test_settings_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "config/offloadtrain/monitor.toml"
     assert read(path) == Settings(), "no file: the defaults"
-    chosen = Settings(
-        theme="color-blind-safe", attention="bell", log_axis=True, mean=100, keys={"live": "l"}
-    )
+    chosen = Settings(theme="color-blind-safe", attention="off", log_axis=True, mean=100)
     settings.save(path, chosen)
     assert read(path) == chosen
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -46,19 +44,11 @@ def test_settings_are_read_as_written(tmp_path: Path) -> None:
 
 WRONG = [
     ("theme = 'none'", "theme = 'none' must be one of color-blind-safe, textual-dark"),
-    ("attention = 'loud'", "attention = 'loud' must be one of off, bell, desktop"),
+    ("attention = 'loud'", "attention = 'loud' must be one of off, bell"),
     ("mean = -1", r"mean = -1 must be 0 \(none\) or more steps"),
     ("bell = true", "bell is unknown"),
-    ("[keys]\nnext-runn = 'n'", "did you mean next-run"),
-    ("[keys]\nnext-run = 3", "keys.next-run = 3 must be a string"),
-    ("keys = 3", "keys = 3 must be a table"),
     ("a = [", "not valid TOML"),
 ]
-
-
-def test_the_attention_of_earlier_versions_is_the_bell(tmp_path: Path) -> None:
-    settings = read(tmp_path / "monitor.toml", "attention = 'desktop'\nmean = 100")
-    assert (settings.attention, settings.mean) == ("bell", 100)
 
 
 @pytest.mark.slow
@@ -86,26 +76,17 @@ def test_settings_of_another_user_are_not_read(
 
 
 @pytest.mark.slow
-def test_keys_and_axes_are_those_of_the_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_axes_are_those_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = write(tmp_path / "run", plain())
 
-    assert len(set(Monitor.ACTIONS)) == len(Monitor.ACTIONS) == len(Monitor.BINDINGS)
-
     async def test() -> None:
         async with watching(folder) as (app, press):
-            app.use(Settings(log_axis=True, keys={"step-back": "h,left"}))
-            await press("h")
-            assert app.shown.log and app.shown.cursor == 98
-            await press("left_square_bracket")
-            assert app.shown.cursor == 98, "the key has moved"
+            app.use(Settings(log_axis=True))
             await press("y", "b", "m")
+            assert not app.shown.log
             app.action_save_settings()
-        assert read(settings.path()) == Settings(
-            theme="textual-dark", attention="off", mean=100, keys={"step-back": "h,left"}
-        )
+        assert read(settings.path()) == Settings(theme="textual-dark", attention="off", mean=100)
 
     go(test())
     (tmp_path / "config/offloadtrain/monitor.toml").write_text("attention = 1")
@@ -155,7 +136,7 @@ def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_end_of_a_run_is_news_once(tmp_path: Path) -> None:
     *events, end = plain(5)
     reader = RunReader(open_run(write(tmp_path / "run", events)))
-    watched = attention.Watched()
+    watched = Watched()
     assert watched.news([reader.read_to_end(events[-1][0])]) == 0
     with (tmp_path / "run/events/rank000.jsonl").open("ab") as log:
         log.write(b"".join(lines([end])))

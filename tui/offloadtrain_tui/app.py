@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -27,7 +27,6 @@ from textual.widgets import ContentSwitcher, Input, Static
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.events import schema
 from offloadtrain_tui import requests, settings
-from offloadtrain_tui.attention import Watched
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Page, record_page
 from offloadtrain_tui.filter import Sanitized, is_unicode
@@ -50,7 +49,7 @@ from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
-from offloadtrain_tui.widgets.styles import RUN_COLORS, STATE_COLORS, rich_color, shade
+from offloadtrain_tui.widgets.drawn import RUN_COLORS, STATE_COLORS, rich_color, shade
 from offloadtrain_tui.widgets.table import tell
 
 COLOR_BLIND = Theme(
@@ -73,6 +72,28 @@ _CHARTS = ", ".join(KINDS)
 RUNS_EVERY_S = 3.0
 QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
+
+
+_ENDS = ("done", "stopped", "failed", "killed")
+
+
+@dataclass(slots=True)
+class Watched:
+    """The last known state of each run. The state at the first complete reading is no news."""
+
+    _previous: dict[Path | None, tuple[str, frozenset[str]]] = field(default_factory=dict)
+
+    def news(self, snapshots: Sequence[Snapshot]) -> int:
+        """Return the number of alerts that were raised and runs that ended since the last call."""
+        count = 0
+        for snapshot in (snapshot for snapshot in snapshots if snapshot.is_complete):
+            codes = frozenset(alert.code for alert in snapshot.first.active_alerts())
+            before = self._previous.get(snapshot.folder)
+            self._previous[snapshot.folder] = snapshot.state, codes
+            if before is not None:
+                state, known = before
+                count += len(codes - known) + (state in runs.ALIVE and snapshot.state in _ENDS)
+        return count
 
 
 class Monitor(App[None]):
@@ -98,7 +119,6 @@ class Monitor(App[None]):
     AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = list(KEYS)
-    ACTIONS: ClassVar[tuple[str, ...]] = tuple(key.id or "" for key in KEYS)
 
     def __init__(
         self,
@@ -144,8 +164,6 @@ class Monitor(App[None]):
         """Take the user's settings."""
         self.settings = chosen
         self.shown = replace(self.shown, log=chosen.log_axis, span=chosen.mean)
-        if chosen.keys:
-            self.set_keymap(dict(chosen.keys))
         if chosen.theme:
             self.call_later(setattr, self, "theme", chosen.theme)
 
@@ -280,11 +298,11 @@ class Monitor(App[None]):
             self._line("when", text)
             self.panel.show(self.shown)
             # Not the screen's active ones: those change with the focus.
-            maps = [self.panel._bindings.copy(), self._bindings.copy()]
-            for bindings_map in maps:
-                bindings_map.apply_keymap(self._keymap)
-            shown_bindings = [binding for bindings_map in maps for _, binding in bindings_map]
-            bindings = [(self.get_key_display(each), each) for each in shown_bindings]
+            bindings = [
+                (self.get_key_display(binding), binding)
+                for bindings_map in (self.panel._bindings, self._bindings)
+                for _, binding in bindings_map
+            ]
             can_ask = self.shown.snapshot.state in runs.ALIVE and not self.shown.readonly
             self._line("footer", footer(bindings, self.size.width, can_ask=can_ask))
 

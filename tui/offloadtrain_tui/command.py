@@ -132,7 +132,7 @@ def _use_settings(app: Monitor) -> str:
 
     file = settings.path()
     try:
-        app.use(settings.load(file, app.ACTIONS, sorted({*app.available_themes, COLOR_BLIND})))
+        app.use(settings.load(file, sorted({*app.available_themes, COLOR_BLIND})))
     except (ConfigError, UnsafeFileError) as error:
         return str(error)
     except OSError as error:
@@ -150,7 +150,7 @@ def _set_theme(app: Monitor, theme: str) -> str:
 
 def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:
     """Print one frame, or write it as a picture."""
-    from offloadtrain_tui.frame import frame
+    from offloadtrain_tui.pictures import frame
     from offloadtrain_tui.svg import write
 
     width, height = _parsed(size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from itertools import zip_longest
 
 from rich.style import Style
@@ -42,40 +41,32 @@ def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
     return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
 
 
-def _named(binding: Binding) -> Binding:
-    """Give a binding its name in the keymap: its description, such as "step-back"."""
-    return replace(binding, id=binding.description.replace(" ", "-"))
-
-
-KEYS = tuple(
-    _named(binding)
-    for binding in (
-        Binding("question_mark", "help", "help", key_display="?"),
-        Binding("q", "quit", "quit"),
-        *(Binding(key, f"panel('{name}')", name) for key, name in with_keys(PANELS) if key),
-        Binding("left_square_bracket", "move(-1)", "step back", key_display="[", show=False),
-        Binding("right_square_bracket", "move(1)", "step on", key_display="]", show=False),
-        Binding("comma", "move(-100)", "100 back", show=False),
-        Binding("full_stop", "move(100)", "100 on", show=False),
-        Binding("left_curly_bracket", "jump(-1)", "last mark", key_display="{", show=False),
-        Binding("right_curly_bracket", "jump(1)", "next mark", key_display="}", show=False),
-        Binding("g", "step", "go to step", show=False),
-        Binding("end", "live", "live", show=False, priority=True),
-        Binding("space", "pause", "pause", show=False),
-        Binding("plus,equals_sign", "zoom(1)", "zoom in", show=False),
-        Binding("minus", "zoom(-1)", "zoom out", show=False),
-        Binding("y", "log_axis", "log axis", show=False),
-        Binding("m", "mean", "mean", show=False),
-        Binding("r", "next_run", "next run", show=False),
-        Binding("c", "checkpoint", "checkpoint"),
-        Binding("S", "stop", "stop"),
-        Binding("x", "export", "export the timeline", show=False),
-        Binding("e", "chart_file", "chart file", show=False),
-        Binding("n", "note", "note", show=False),
-        Binding("a", "acknowledge", "acknowledge", show=False),
-        Binding("ctrl+s", "screenshot", "screenshot", show=False),
-        Binding("b", "attention", "attention", show=False),
-    )
+KEYS = (
+    Binding("question_mark", "help", "help", key_display="?"),
+    Binding("q", "quit", "quit"),
+    *(Binding(key, f"panel('{name}')", name) for key, name in with_keys(PANELS) if key),
+    Binding("left_square_bracket", "move(-1)", "step back", key_display="[", show=False),
+    Binding("right_square_bracket", "move(1)", "step on", key_display="]", show=False),
+    Binding("comma", "move(-100)", "100 back", show=False),
+    Binding("full_stop", "move(100)", "100 on", show=False),
+    Binding("left_curly_bracket", "jump(-1)", "last mark", key_display="{", show=False),
+    Binding("right_curly_bracket", "jump(1)", "next mark", key_display="}", show=False),
+    Binding("g", "step", "go to step", show=False),
+    Binding("end", "live", "live", show=False, priority=True),
+    Binding("space", "pause", "pause", show=False),
+    Binding("plus,equals_sign", "zoom(1)", "zoom in", show=False),
+    Binding("minus", "zoom(-1)", "zoom out", show=False),
+    Binding("y", "log_axis", "log axis", show=False),
+    Binding("m", "mean", "mean", show=False),
+    Binding("r", "next_run", "next run", show=False),
+    Binding("c", "checkpoint", "checkpoint"),
+    Binding("S", "stop", "stop"),
+    Binding("x", "export", "export the timeline", show=False),
+    Binding("e", "chart_file", "chart file", show=False),
+    Binding("n", "note", "note", show=False),
+    Binding("a", "acknowledge", "acknowledge", show=False),
+    Binding("ctrl+s", "screenshot", "screenshot", show=False),
+    Binding("b", "attention", "attention", show=False),
 )
 COMMANDS = (
     ("Save a checkpoint", "checkpoint"),

@@ -12,7 +12,7 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui.reading.live_memory import Live
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds
+from offloadtrain_tui.text import milliseconds
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.area import Area
 from offloadtrain_tui.widgets.bars import Part, Tier
@@ -113,27 +113,11 @@ def local(shown: ViewState) -> schema.System | None:
     return machine if shown.snapshot.lives_here and uuids <= there else None
 
 
-@dataclass(frozen=True, slots=True)
-class ShownGpus:
-    """The GPUs of a screen: this machine's while the run lives here, otherwise the logged ones.
-
-    Attributes:
-        source: "live" or "as logged".
-        state: why there are none, as the machine says; "" if there are some.
-    """
-
-    gpus: tuple[schema.GpuSample, ...]
-    source: str
-    state: str
-
-
-def shown_gpus(shown: ViewState) -> ShownGpus:
-    """Return the GPUs of a screen; none of a run on CPUs."""
-    local_system = local(shown)
-    system = local_system or shown.view.system
-    gpus = system.gpus if system and not shown.view.on_cpu else ()
-    state = clean(system.gpu_state) if system and not gpus else ""
-    return ShownGpus(gpus, "as logged" if local_system is None else "live", state)
+def shown_gpus(shown: ViewState) -> tuple[schema.GpuSample, ...]:
+    """Return the GPUs of a screen: this machine's while the run lives here, otherwise the logged
+    ones; none of a run on CPUs."""
+    system = local(shown) or shown.view.system
+    return system.gpus if system and not shown.view.on_cpu else ()
 
 
 def devices(shown: ViewState) -> list[Tier]:
@@ -297,10 +281,9 @@ def rounded(value: float | None, unit: str) -> str:
 
 
 def _load(gpu: schema.GpuSample) -> str:
-    load = "" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} % busy"
-    heat = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C"
-    power = "" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
-    return "  ".join(filter(None, (load, heat, power, gpu.throttle, gpu.name)))
+    known = (gpu.utilization_percent, " % busy"), (gpu.temperature_c, " °C"), (gpu.power_w, " W")
+    figures = (f"{value:.0f}{unit}" for value, unit in known if value is not None)
+    return "  ".join(filter(None, (*figures, gpu.throttle, gpu.name)))
 
 
 def _age(time_s: float | None, shown: ViewState) -> str:

@@ -76,6 +76,8 @@ class Watch:
         """
         return self._next()[0]
 
+    _repr_html_ = svg
+
     def stop(self) -> None:
         """Leave the last picture as it is, and end the process that draws."""
         self._stopped.set()
@@ -86,9 +88,6 @@ class Watch:
 
     def __repr__(self) -> str:
         return f"{self._run.name}: {line(RunReader(self._run).read_to_end(time.time()))}"
-
-    def _repr_html_(self) -> str:
-        return self.svg()
 
     def _ipython_display_(self) -> None:
         """Show the first picture, and replace it until the run ends; called by IPython."""

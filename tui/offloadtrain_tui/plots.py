@@ -14,7 +14,7 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, lane_word, milliseconds, short
 from offloadtrain_tui.view_state import ViewState, marks
 from offloadtrain_tui.widgets.chart import Curve, Mark, Plot
-from offloadtrain_tui.widgets.styles import RUN_COLORS
+from offloadtrain_tui.widgets.drawn import RUN_COLORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +152,13 @@ def _of_others(kind: Kind, shown: ViewState) -> list[Curve]:
 
 # ---- as CSV
 
-Column = tuple[str, dict[int, float]]
-"""A curve's label, and its finite values by step; the last value of a step tried twice."""
 
-
-def columns(name: str, shown: ViewState) -> list[Column]:
-    """Return every curve of a chart, whole; `name` is one of `KINDS`."""
+def as_csv(name: str, shown: ViewState) -> str:
+    """Return a line per step of all curves of a chart; a value that a run has not is empty."""
     fields = [field for field, *_ in KINDS[name].fields]
     curves = [(field, _by_step(shown.newest, field)) for field in fields]
     for other in shown.other_runs:
-        label = f"{fields[0]} of {clean(other.name)}"
-        curves.append((label, _by_step(other.first, fields[0])))
-    return curves
-
-
-def as_csv(name: str, shown: ViewState) -> str:
-    """Return a line per step; a value that a run does not have is empty."""
-    curves = columns(name, shown)
+        curves.append((f"{fields[0]} of {clean(other.name)}", _by_step(other.first, fields[0])))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["step", *(label for label, _ in curves)])

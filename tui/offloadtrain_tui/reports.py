@@ -19,10 +19,10 @@ from offloadtrain.events import log_lines, schema
 from offloadtrain_tui import requests
 from offloadtrain_tui.moments import Moment, set_up_line
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.listing import RunRow, list_runs
+from offloadtrain_tui.reading.history import LANES
+from offloadtrain_tui.reading.listing import COLUMNS, RunRow, list_runs
 from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
 from offloadtrain_tui.reading.runs import RunPath
-from offloadtrain_tui.reading.step_columns import LANES
 from offloadtrain_tui.reading.tail import Tail
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, local_time, milliseconds, short
@@ -99,7 +99,7 @@ def list_all(
     if not rows:
         print(f"no runs in {runs_dir}", file=sys.stderr)
     if rows and not json_:
-        print(_HEADER)
+        print(_FORMAT.format(*COLUMNS))
     for row in rows:
         text = sanitize_json(json.dumps(asdict(row), default=str)) if json_ else _row(row, now_s)
         print(text)
@@ -253,9 +253,8 @@ def report(snapshot: Snapshot) -> str:
     ]
     if snapshot.set_up is None:  # else the rest is of its start before
         lines.append("" if view.val_loss is None else f"validation loss {view.val_loss:.4f}")
-        one_memory = {"memory": ("device", "host")}
-        tiers = one_memory if view.on_cpu else {"device": ("device",), "host": ("host",)}
-        lines += [_memory_line(view, *item) for item in tiers.items()]
+        both, each = {"memory": ("device", "host")}, {"device": ("device",), "host": ("host",)}
+        lines += [_memory_line(view, *item) for item in (both if view.on_cpu else each).items()]
         alerts = view.active_alerts()
         lines += [f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in alerts]
         end = view.end.message if view.end else ""
@@ -289,24 +288,14 @@ def moment_line(moment: Moment) -> str:
     return f"{time_text}  {step:<12}  {moment.kind:<12}  {moment.text}"
 
 
-_HEADER = (
-    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  {'ran':>6}  "
-    "last step"
-)
+_FORMAT = "{:<40}  {:<9}  {:>13}  {:>7}  {:>7}  {:>7}  {:>6}  {}"
 
 
 def _row(row: RunRow, now_s: float) -> str:
-    step = f"{row.step}/{row.total}" if row.total else str(row.step)
-    figures = "  ".join(
-        f"{short(value):>7}" for value in (row.loss, row.val_loss, row.tokens_per_s)
-    )
-    age_s = None if row.last_s is None else max(now_s - row.last_s, 0.0)
-    ago = "-" if age_s is None else f"{units.format_duration(age_s)} ago"
-    ran = f"{row.ran:>6}  {ago}"
-    lines = [f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ran}"]
-    if row.ending is not None and row.state != "done":
-        lines.append(f"    {'; '.join(filter(None, (row.ending.saved, row.ending.next)))}")
-    return "\n".join(lines)
+    text, ending = _FORMAT.format(*row.cells(now_s)), row.ending
+    if ending is None or row.state == "done":
+        return text
+    return f"{text}\n    {'; '.join(filter(None, (ending.saved, ending.next)))}"
 
 
 # ---- reading

@@ -1,18 +1,16 @@
-"""The user's settings of the monitor: `~/.config/offloadtrain/monitor.toml`, with a keymap.
+"""The user's settings of the monitor: `~/.config/offloadtrain/monitor.toml`.
 
 theme = "color-blind-safe"
 attention = "bell"          # at an alert and at the end: "off" or "bell"
 log_axis = true
 mean = 20
-[keys]
-next-run = "n"
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +19,6 @@ from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.config import toml
 
 Attention = Literal["off", "bell"]
-_SavedAttention = Literal["off", "bell", "desktop"]
-"""The last is of versions that also notified the desktop: the bell stays."""
 _MOST_BYTES = 1 << 16
 
 
@@ -33,14 +29,12 @@ class Settings:
     attention: what is done at an alert and at the end of a run.
     log_axis: charts begin with a logarithmic axis.
     mean: steps of the moving averages; 0: none.
-    keys: name of an action → its keys, separated by commas.
     """
 
     theme: str = ""
     attention: Attention = "bell"
     log_axis: bool = False
     mean: int = 20
-    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 DEFAULTS = Settings()
@@ -53,11 +47,8 @@ def path() -> Path:
     return root / "offloadtrain" / "monitor.toml"
 
 
-def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Settings:
+def load(file: Path, themes: Collection[str]) -> Settings:
     """Read the settings; the defaults where there is no file.
-
-    Args:
-        actions: the names that `[keys]` may have.
 
     Raises:
         ConfigError: listing what is wrong in the file.
@@ -67,21 +58,15 @@ def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Setti
         text = read_text(file, max_bytes=_MOST_BYTES, follow_link=True, trusted_owner=True)
     except FileNotFoundError:
         return DEFAULTS
-    kinds = toml.field_kinds(Settings) | {"attention": _SavedAttention}
+    kinds = toml.field_kinds(Settings)
     job = toml.parse(text, str(file), list(kinds))
     toml.report_unknown(job, job.tables, list(kinds))
-    keys = toml.section(job, "keys") or {}
-    values = toml.read_fields(
-        job, {name: kind for name, kind in kinds.items() if name != "keys"}, job.tables
-    )
-    values["keys"] = toml.read_table(job, dict.fromkeys(actions, str), keys, "keys")
+    values = toml.read_fields(job, kinds, job.tables)
     if (theme := values.get("theme")) and theme not in themes:
         job.problems.append(f"theme = {toml.shown(theme)} must be one of {', '.join(themes)}")
     if (mean := values.get("mean", 0)) < 0:
         job.problems.append(f"mean = {mean} must be 0 (none) or more steps")
     job.raise_problems()
-    if values.get("attention") == "desktop":
-        values["attention"] = "bell"
     return Settings(**values)
 
 

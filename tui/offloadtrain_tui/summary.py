@@ -16,7 +16,7 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.styles import RUN_COLORS
+from offloadtrain_tui.widgets.drawn import RUN_COLORS
 
 SIGNS = {
     "opening": "○",

@@ -26,11 +26,9 @@ def portable(svg: str) -> str:
 
     librsvg drops spaces at the ends of a text and does not stretch one to its `textLength`.
     """
-    svg = _FONTS.sub("", svg).replace("font-family: Fira Code, monospace", _FONT)
+    fonts = "font-family: 'Fira Code', 'DejaVu Sans Mono', Menlo, Consolas, monospace"
+    svg = _FONTS.sub("", svg).replace("font-family: Fira Code, monospace", fonts)
     return _TEXT.sub(_words, svg)
-
-
-_FONT = "font-family: 'Fira Code', 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 
 
 def _words(match: re.Match[str]) -> str:

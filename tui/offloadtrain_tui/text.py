@@ -84,8 +84,7 @@ def lane_word(lane: str, start: schema.RunStarted | None) -> str:
     rule = start.plan.get("update_rule") if start else None
     if lane == "host" and isinstance(rule, str) and not rule.startswith("Adam"):
         return f"CPU {rule}"
-    words = _LANES | _LANES_ON_CPU if is_on_cpu(start) else _LANES
-    return words.get(lane, lane)
+    return (_LANES | _LANES_ON_CPU if is_on_cpu(start) else _LANES).get(lane, lane)
 
 
 def percent(share: float) -> str:

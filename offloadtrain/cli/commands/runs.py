@@ -71,8 +71,7 @@ def checkpoints(
     for path in checkpoint.find(folder):
         row = _row(path, verify=verify)
         damaged = damaged or row.state == "damaged"
-        size = format_bytes(row.num_bytes)
-        line = f"{row.name:<16}  {row.state:<8}  {size:>9}  {row.ranks:>5}"
+        line = f"{row.name:<16}  {row.state:<8}  {format_bytes(row.num_bytes):>9}  {row.ranks:>5}"
         print(json.dumps(asdict(row)) if as_json else line, flush=True)
         problems += bool(row.problem)
         if row.problem and problems <= MOST_PRINTED:

@@ -9,7 +9,7 @@ from textual.containers import Container
 
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.styles import rich_color, shade
+from offloadtrain_tui.widgets.drawn import rich_color, shade
 
 
 class Panel(Container):

@@ -69,11 +69,11 @@ class Gpus(RankPanel):
                 yield Chart(Plot(kind.title), id=f"gpus-{name}", pickable=False)
 
     def display_state(self, shown: ViewState) -> None:
-        there, view = memory.shown_gpus(shown), self.view_of_rank(shown)
-        tell(self.query_one("#gpus-text", Static), _about(shown, there, view))
+        gpus, view = memory.shown_gpus(shown), self.view_of_rank(shown)
+        tell(self.query_one("#gpus-text", Static), _about(shown, bool(gpus), view))
         # A narrow terminal has no room for the links.
         count = len(COLUMNS) - (self.app.size.width < NARROW)
-        rows = [_row(gpu)[:count] for gpu in there.gpus]
+        rows = [_row(gpu)[:count] for gpu in gpus]
         fill(self.query_one(DataTable), COLUMNS[:count] if rows else (), rows)
         is_logged = bool(view.history.gpu.times) and not shown.view.on_cpu
         self.query_one("#gpus-charts", Grid).display = is_logged
@@ -110,12 +110,14 @@ def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
     )
 
 
-def _about(shown: ViewState, there: memory.ShownGpus, view: View) -> str:
+def _about(shown: ViewState, has_gpus: bool, view: View) -> str:
+    machine = memory.local(shown)
     if shown.view.on_cpu:
         return " this run uses no GPU"
-    if not there.gpus:
-        return f" no GPU to show: {there.state}".rstrip(": ")
-    title = f" GPUs, {there.source}"
+    if not has_gpus:
+        state = getattr(machine or shown.view.system, "gpu_state", "")
+        return f" no GPU to show: {clean(state)}".rstrip(": ")
+    title = f" GPUs, {'live' if machine else 'as logged'}"
     if not view.history.gpu.times:
         return f"{title}; over time: only with a run that has logged it"
     more = " (v: the next)" if len(shown.views) > 1 else ""

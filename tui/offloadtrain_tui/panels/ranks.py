@@ -18,8 +18,8 @@ from offloadtrain_tui.verdict import RECENT_STEPS
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import fill, tell
 
-_EVEN = 0.01
-"""Of its own time: slower ranks are named."""
+_UNEVEN = 0.01
+"""Of its own time, from which the slowest rank is named."""
 RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits", "Adam", "memory", "loss")
 
 
@@ -91,13 +91,11 @@ def slow_stage(views: Sequence[View]) -> str:
     return f" {len(views)} ranks in a pipeline; {slowest}, of others up to {percent(most)}"
 
 
-def _bubble(view: View) -> str:
-    share = bubble(view)
-    return "-" if share is None else percent(share)
-
-
 _COLUMNS: tuple[tuple[tuple[str, ...], Callable[[View], tuple[str, ...]]], ...] = (
-    (("bubble", "stage"), lambda view: (_bubble(view), stage_of(view))),
+    (
+        ("bubble", "stage"),
+        lambda view: ("-" if (share := bubble(view)) is None else percent(share), stage_of(view)),
+    ),
     (("group",), lambda view: (of_plan(view, "group", 30),)),
     (("holds",), lambda view: (of_plan(view, "part", 40),)),
 )
@@ -139,9 +137,8 @@ def skew(views: Sequence[View]) -> str:
         return " one rank"
     slowest = max(views, key=lambda view: view.median_own_ms() or 0.0)
     over = (slowest.median_own_ms() or 0.0) / middle - 1
-    if over < _EVEN:
-        return f" {len(views)} ranks, even"
-    return f" {len(views)} ranks; the slowest is rank {slowest.history.rank}, {percent(over)} over"
+    slow = f"; the slowest is rank {slowest.history.rank}, {percent(over)} over"
+    return f" {len(views)} ranks{slow if over >= _UNEVEN else ', even'}"
 
 
 def _middle(views: Sequence[View]) -> float:

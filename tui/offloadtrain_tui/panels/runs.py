@@ -12,15 +12,11 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Static
 
-from offloadtrain.config import units
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.reading.listing import RunRow
-from offloadtrain_tui.text import clean, short
+from offloadtrain_tui.reading.listing import COLUMNS, RunRow
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.styles import STATE_COLORS
+from offloadtrain_tui.widgets.drawn import STATE_COLORS
 from offloadtrain_tui.widgets.table import Cell, fill, tell
-
-COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "ran", "last step")
 
 
 class RunsPanel(Panel):
@@ -54,7 +50,7 @@ class RunsPanel(Panel):
             _cells(row, shown, row.folder in drawn, self.ink(STATE_COLORS[row.state]))
             for row in self._rows
         ]
-        fill(self.query_one(DataTable), COLUMNS, cells)
+        fill(self.query_one(DataTable), ("", *COLUMNS), cells)
         self._describe()
 
     def on_data_table_row_highlighted(self) -> None:
@@ -87,15 +83,5 @@ def nothing_in(runs_dir: Path) -> str:
 
 def _cells(row: RunRow, shown: ViewState, drawn: bool, color: str) -> tuple[Cell, ...]:
     sign = "▶" if row.folder == shown.snapshot.folder else "+" if drawn else ""
-    ago = "" if row.last_s is None else units.format_duration(max(shown.now_s - row.last_s, 0.0))
-    return (
-        sign,
-        clean(row.folder.name),
-        Text(row.state, color),
-        f"{row.step}/{row.total}" if row.total else str(row.step),
-        short(row.loss),
-        short(row.val_loss),
-        short(row.tokens_per_s),
-        row.ran,
-        f"{ago} ago" if ago else "",
-    )
+    name, state, *figures = row.cells(shown.now_s)
+    return (sign, name, Text(state, color), *figures)

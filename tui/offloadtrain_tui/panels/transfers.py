@@ -10,7 +10,7 @@ from textual.widgets import Static
 from offloadtrain.config import units
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.reading.step_columns import LANES, MAIN_LANES
+from offloadtrain_tui.reading.history import LANES, MAIN_LANES
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import lane_word, milliseconds
 from offloadtrain_tui.view_state import ViewState

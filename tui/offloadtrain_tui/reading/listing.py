@@ -13,6 +13,9 @@ from offloadtrain_tui.reading.ending import Ending, ending_of
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.log_reader import glance
 from offloadtrain_tui.reading.view import View
+from offloadtrain_tui.text import clean, short
+
+COLUMNS = ("run", "state", "step", "loss", "val", "tok/s", "ran", "last step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,18 @@ class RunRow:
     last_s: float | None
     ending: Ending | None = None
 
-    @property
-    def ran(self) -> str:
-        """How long an ended run has run; "-" if that is not known."""
+    def cells(self, now_s: float) -> tuple[str, ...]:
+        """Return a text for each of `COLUMNS`; "-": not known."""
         lasted_s = self.ending.lasted_s if self.ending else None
-        return "-" if lasted_s is None else units.format_duration(lasted_s)
+        age_s = None if self.last_s is None else max(now_s - self.last_s, 0.0)
+        return (
+            clean(self.folder.name),
+            self.state,
+            f"{self.step}/{self.total}" if self.total else str(self.step),
+            *map(short, (self.loss, self.val_loss, self.tokens_per_s)),
+            "-" if lasted_s is None else units.format_duration(lasted_s),
+            "-" if age_s is None else f"{units.format_duration(age_s)} ago",
+        )
 
 
 @dataclass(slots=True)

@@ -9,8 +9,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from offloadtrain.config import units
-from offloadtrain_tui.widgets.drawn import Drawn
-from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
+from offloadtrain_tui.widgets.drawn import CACHE, FILLS, OTHERS, OWNER_COLORS, Drawn
 
 LABEL_WIDTH = 10
 _EIGHTHS = " ▁▂▃▄▅▆▇█"

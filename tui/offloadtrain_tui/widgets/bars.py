@@ -10,8 +10,7 @@ from textual.strip import Strip
 
 from offloadtrain.config import units
 from offloadtrain_tui.text import clean
-from offloadtrain_tui.widgets.drawn import Drawn
-from offloadtrain_tui.widgets.styles import CACHE, FILLS, OTHERS, OWNER_COLORS
+from offloadtrain_tui.widgets.drawn import CACHE, FILLS, OTHERS, OWNER_COLORS, Drawn
 
 FREE, PEAK = "·", "┃"
 _NARROW, _SHORT = 100, 30

@@ -1,10 +1,11 @@
-"""A chart of curves over steps: braille through `render_line`, redrawn only on changes."""
+"""A chart of curves over steps, in braille: two by four dots per character, with minimum and
+maximum per column of dots."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rich.segment import Segment
 from rich.style import Style
@@ -12,7 +13,6 @@ from textual.events import Click
 from textual.message import Message
 from textual.strip import Strip
 
-from offloadtrain_tui.braille import Canvas, bounds, logarithmic
 from offloadtrain_tui.reading.series import NOTHING, Extent, Outline, Series, Smoothed, Window
 from offloadtrain_tui.text import short
 from offloadtrain_tui.widgets.drawn import Drawn
@@ -141,7 +141,9 @@ class Chart(Drawn[Plot]):
         labels = self._labels(low, high, rows)
         self._gutter = max(_GUTTER, *(len(label) + 1 for label in labels))
         inner = width - self._gutter
-        top = [self._mark_row(inner)] if self._has_mark_row(height) else []
+        blank = Segment(" " * (self._gutter + inner))
+        marks = self.strip(self._with_signs([blank], self._signs(inner, marks=True)))
+        top = [marks] if self._has_mark_row(height) else []
         extents = self._extents("curves", 2 * inner)
         canvas = Canvas(inner, rows)
         for number in reversed(range(len(extents))):  # the first one on top
@@ -197,8 +199,7 @@ class Chart(Drawn[Plot]):
             is_marked = y == 0 < len(labels) - 1 and not has_mark_row
             over = self._signs(inner, marks=True) if is_marked else signs
             axis = f"{label:>{self._gutter - 1}}│"
-            row = partial(self._row, canvas, y, axis, colors, over, is_zero=y == zero)
-            rows.append(self.line((canvas.drawn(y), axis, colors, over, y == zero), row))
+            rows.append(self.strip(self._row(canvas, y, axis, colors, over, is_zero=y == zero)))
         return rows
 
     def _row(
@@ -219,11 +220,6 @@ class Chart(Drawn[Plot]):
             else:
                 segments.append(Segment("┈" * len(run) if is_zero else run, dim))
         return self._with_signs(segments, signs)
-
-    def _mark_row(self, inner: int) -> Strip:
-        signs = self._signs(inner, marks=True)
-        blank = Segment(" " * (self._gutter + inner))
-        return self.line((inner, signs), lambda: self._with_signs([blank], signs))
 
     def _signs(self, inner: int, *, marks: bool) -> Signs:
         """Return the signs drawn over a row: marks, and the cursor, which goes through all rows."""
@@ -263,3 +259,102 @@ def _extents(curve: Curve, plot: Plot, outline: Outline, count: int) -> list[Ext
     if curve.mirrored:
         extents = [(-high, -low) if low <= high else NOTHING for low, high in extents]
     return [logarithmic(extent) for extent in extents] if plot.log else extents
+
+
+# ---- braille
+
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bits of the dots, by column and row within a character."""
+
+_BARS = tuple(
+    tuple(tuple(sum(side[first : last + 1]) for last in range(4)) for first in range(4))
+    for side in _DOTS
+)
+"""Return the dots of a column from row `first` to row `last` of a character."""
+
+_NO_CURVE = 255
+
+_SIGNS = [" ", *(chr(0x2800 + dots) for dots in range(1, 256))]
+
+
+class Canvas:
+    """Characters of `width` by `height`; each stores dots and the number of the last curve drawn
+    there."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self._dots = [bytearray(width) for _ in range(height)]
+        self._curve = [bytearray([_NO_CURVE] * width) for _ in range(height)]
+
+    def draw(self, extents: Sequence[Extent], low: float, high: float, curve: int) -> None:
+        """Draw a curve of one extent per column of dots (2 * width of them), joined to the next.
+
+        `low` is the lowest row of dots, `high` the highest.
+        """
+        lowest = self.height * 4 - 1
+        scale = lowest / (high - low) if high > low else 0.0
+        last: tuple[int, int] | None = None
+        for column, (least, greatest) in enumerate(extents[: self.width * 2]):
+            if least > greatest:
+                last = None
+                continue
+            top = lowest - _row(greatest, low, scale, lowest)
+            bottom = lowest - _row(least, low, scale, lowest)
+            if last is None:
+                self._column(column, top, bottom, curve)
+            else:  # up or down to the end of the last column
+                first = min(top, last[1] + 1)
+                self._column(column, first, max(bottom, last[0] - 1), curve)
+            last = (top, bottom)
+
+    def _column(self, column: int, top: int, bottom: int, curve: int) -> None:
+        x, bars = column >> 1, _BARS[column & 1]
+        first, last = top >> 2, bottom >> 2
+        for y in range(first, last + 1):
+            begin = top & 3 if y == first else 0
+            end = bottom & 3 if y == last else 3
+            self._dots[y][x] |= bars[begin][end]
+            self._curve[y][x] = curve
+
+    def row(self, y: int) -> list[tuple[str, int | None]]:
+        """Return runs of characters of one curve: (text, curve), None if nothing is drawn."""
+        runs: list[tuple[list[str], int]] = []
+        for dots, curve in zip(self._dots[y], self._curve[y], strict=True):
+            if runs and runs[-1][1] == curve:
+                runs[-1][0].append(_SIGNS[dots])
+            else:
+                runs.append(([_SIGNS[dots]], curve))
+        return [("".join(signs), None if curve == _NO_CURVE else curve) for signs, curve in runs]
+
+
+_HALF = 0.5 + 1e-9
+"""What lies between two rows of dots, but for rounding, is in the upper one."""
+
+
+def _row(value: float, low: float, scale: float, highest: int) -> int:
+    """Return the row of dots, counted from below."""
+    if scale == 0.0:
+        return highest // 2
+    row = int((value - low) * scale + _HALF)
+    return 0 if row < 0 else highest if row > highest else row
+
+
+def logarithmic(extent: Extent) -> Extent:
+    """Return the logarithms of an extent's positive part."""
+    low, high = extent
+    if high <= 0:
+        return NOTHING
+    return math.log10(low) if low > 0 else math.log10(high), math.log10(high)
+
+
+def bounds(extents: Sequence[Sequence[Extent]]) -> Extent | None:
+    """Return minimum and maximum of several curves, slightly wider if they are equal; None if there
+    is nothing to draw."""
+    known = [extent for curve in extents for extent in curve if extent != NOTHING]
+    if not known:
+        return None
+    low, high = min(low for low, _ in known), max(high for _, high in known)
+    if low == high:
+        room = abs(low) * 0.05 or 0.5
+        return low - room, high + room
+    return low, high

@@ -9,11 +9,10 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from offloadtrain.events import schema
-from offloadtrain_tui.reading.step_columns import LANES, MAIN_LANES
-from offloadtrain_tui.reading.timelines import Spans
+from offloadtrain_tui.reading.history import LANES, MAIN_LANES
+from offloadtrain_tui.reading.timed import Spans
 from offloadtrain_tui.text import clean, lane_word, milliseconds, percent
-from offloadtrain_tui.widgets.drawn import Drawn
-from offloadtrain_tui.widgets.styles import LANE_COLORS
+from offloadtrain_tui.widgets.drawn import LANE_COLORS, Drawn
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 """By the share of a cell's time that the lane worked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
@@ -602,10 +602,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
         Args:
             change: what has changed, for messages.
-            config, groups: the options and the parameter groups from here on; None: those there
-                are.
-            missed: parameter → steps of the run that it has not made; None: those of before, and
-                all for parameters that were never trained.
+            config, groups: the new options and parameter groups; None: those there are.
+            missed: parameter → steps that it has not made; None: those of before, and all steps
+                for parameters that were never trained.
             state_on: where nothing but this changes.
 
         Raises:
@@ -628,8 +627,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self.settle()
             if state_on is None:
                 check_model(self.model, is_offloaded=True)
-            trained = {p for group in groups for p in group["params"] if p.requires_grad}
-            missed = self._steps_missed(trained) if missed is None else missed
+            if missed is None:
+                missed = self._steps_missed(groups)
             earlier = Earlier(
                 engine.residency.memory,
                 self._blocks,
@@ -640,9 +639,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             )
             rules = [rule_of(self._rule, group) for group in groups]
             parts, for_all = partition(self.model), (config, self._division)
-            blocks, _ = make_blocks(
-                parts, self.model, groups, rules, *for_all, engine.lanes, missed
-            )
+            common = (*for_all, engine.lanes, missed)
+            blocks, _ = make_blocks(parts, self.model, groups, rules, *common)
             # Limits of memory and names of modules are checked: nothing is refused from here on.
             least = available_bytes() + earlier.num_bytes
             check_room(lay_out(self.model, blocks, *for_all, least), least)
@@ -673,8 +671,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._relayout("state_on = 'auto'", state_on=state_on)
             self._delay_newest(weights)
 
-    def _steps_missed(self, trained: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
-        """Return parameter → steps of the run that it has not made, where there are any."""
+    def _steps_missed(self, groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, int]:
+        """Return trained parameter → steps of the run that it has not made, where there are any."""
+        trained = {p for group in groups for p in group["params"] if p.requires_grad}
         steps, before = self._engine.counter.steps, {slot.param for _, slot in self._slots()}
         of_frozen = {p: int(self.state.get(p, {}).get("step", 0)) for p in trained}
         late = {p: self._missed.get(p, 0) if p in before else steps - of_frozen[p] for p in trained}

@@ -227,12 +227,17 @@ class Reporter:
 
     def __init__(self, lanes: Lanes, ranks: Ranks, spec: StepSpec) -> None:
         self.counter = StepCounter(spec.config)
-        self.state_on_device = device_share(spec)
         self.last_step: StepReport | None = None
         self.warns_of_skips = True
         self._lanes, self._ranks = lanes, ranks
         self._totals = lanes.read_totals()
         self._sampling = self._has_warned = False
+        self.of_layout(spec)
+
+    def of_layout(self, spec: StepSpec) -> Reporter:
+        """The next steps are those of this layout."""
+        self.state_on_device = device_share(spec)
+        return self
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next report."""

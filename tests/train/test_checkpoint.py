@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable

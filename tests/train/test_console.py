@@ -94,6 +94,7 @@ def test_a_step_line_says_it_all() -> None:
 
 
 def test_unknown_figures_are_left_out_and_rare_ones_are_added() -> None:
+    assert "dev" not in format_step(replace(LINE, device_bytes=0)), "on a CPU all are the host's"
     bare = format_step(replace(line_of(grad_norm=None, mfu=None), eta_s=math.nan))
     assert "grad" not in bare and "mfu" not in bare and "1%  eta - (-)  loss" in bare
     full = format_step(replace(line_of(skipped=True, loss_scale=65536.0), val_loss=2.5))

@@ -38,7 +38,7 @@ class StepLine:
     Attributes:
         record: the step's record in the log.
         steps: of the whole run.
-        device_bytes, host_bytes: of the engine, now.
+        device_bytes, host_bytes: of the engine, now; of a run on a CPU all are the host's.
         eta_s: time left, evaluations and checkpoints included; NaN if unknown.
         now_s: Unix seconds.
         val_loss: of the last evaluation.
@@ -69,7 +69,7 @@ def format_step(line: StepLine) -> str:
         None if step.mfu is None else f"mfu {100 * step.mfu:.1f}%",
         f"waits {step.exposed_ms:.1f}ms",
         None if step.loss_scale is None else f"scale {step.loss_scale:g}",
-        f"dev {format_bytes(line.device_bytes)}",
+        f"dev {format_bytes(line.device_bytes)}" if line.device_bytes else None,
         f"host {format_bytes(line.host_bytes)}",
     ]
     return "  ".join(part for part in parts if part is not None)

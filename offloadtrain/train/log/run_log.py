@@ -387,12 +387,14 @@ class _Training:
     Attributes:
         peak_flops: of the devices of all ranks, per second, if known.
         scaling: the loss is scaled.
+        on_cpu: the memory of the device is the host's.
     """
 
     memory: RunMemory
     hindsight: Hindsight
     peak_flops: float | None
     scaling: bool
+    on_cpu: bool
 
 
 class RunLog:
@@ -492,7 +494,8 @@ class RunLog:
         measured_rates = config.device.machine.endswith(".toml")
         hindsight = Hindsight(context.plan, measured_rates=measured_rates)
         scaling = optimizer.working_dtype is torch.float16
-        self._training = _Training(memory, hindsight, start.peak_flops, scaling)
+        on_cpu = optimizer.device.type == "cpu"
+        self._training = _Training(memory, hindsight, start.peak_flops, scaling, on_cpu)
         for code, message in start.warnings():
             self.warn(code, message)
         if optimizer.device.type == "cuda" and config.offload.memory.pin and not optimizer.pinned:
@@ -599,7 +602,7 @@ class RunLog:
         training.hindsight.step(report, clock.total_ms)
         tier_bytes = {tier.value: 0 for tier in Tier}
         for row in training.memory.read:
-            tier_bytes[row.tier] += row.num_bytes
+            tier_bytes["host" if training.on_cpu else row.tier] += row.num_bytes
         line = StepLine(
             record=step,
             steps=config.train.steps,

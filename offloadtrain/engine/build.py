@@ -151,16 +151,14 @@ def lay_out(
         parts=division.parts.size,
     )
     placement.check_host_limit(spec)
-    laid = {bucket.name: bucket for bucket in spec.buckets}
+    laid_out = {bucket.name: bucket for block in spec.blocks for bucket in block.all_buckets}
     for block in blocks:
         for bucket in block.buckets:
-            bucket.spec = laid[bucket.name]
+            bucket.spec = laid_out[bucket.name]
         block.streamed = block.name in spec.streamed
-        # A slot holds one version: a backward of the other begins with a load of it.
-        if not block.streamed:
-            block.graphs.versions = spec.weight_versions
-            # Frozen weights of a block that stays on the device are no bucket: they never move.
-            block.frozen = ()
+        block.graphs.versions = spec.versions_on_device(block.name)
+        # Frozen weights of a block that stays on the device are no bucket: they never move.
+        block.frozen = tuple(bucket for bucket in block.frozen if bucket.name in laid_out)
     return spec
 
 

@@ -299,7 +299,7 @@ class Engine:
         """
         if self.guard.closed:
             self.guard.require_open("backward")
-        if self.counter.scaler is not None and not self.gradients.in_explicit_backward:
+        if self.reports.counter.scaler and not self.gradients.in_explicit_backward:
             raise EngineError(
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
                 "loss.backward(), whose gradients would be taken for scaled ones. If the loss is "

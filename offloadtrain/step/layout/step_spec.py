@@ -330,6 +330,11 @@ class StepSpec:
     def is_streamed(self, bucket: BucketSpec) -> bool:
         return self.block_of[bucket.name].name in self.streamed
 
+    def versions_on_device(self, block: str) -> int:
+        """Count the versions of a block's weights that are on the device at once. A slot holds one:
+        a backward of the other begins with a load of it."""
+        return 1 if block in self.streamed else self.weight_versions
+
     def weight_tier(self, bucket: BucketSpec) -> Tier | None:
         """Return where the weights of a streamed bucket are between two uses: on the device, as a
         shard, on the host, or on the disk; None for a bucket that stays on the device."""

@@ -111,7 +111,7 @@ class SavePath:
             in_use = [_all_of(len(fields), bucket.in_use)] if self._has_in_use else []
             unspilled = [(part, ref) for part, ref in fields if part.hi]
             self._write(bucket.name, [*unspilled, *in_use])
-        spilled = [bucket for bucket in self._trained if bucket.spilled]
+        spilled = [bucket for bucket in self._trained if bucket.has(Memory.SPILL)]
         for bucket in spilled:
             # On the lane of the next update of this memory, which so follows without a wait.
             self._order.launch(

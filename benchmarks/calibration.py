@@ -55,6 +55,7 @@ class Cell:
         recompute: forwards of the blocks in backward.
         replicated: data parallel with one all-reduce of 16-bit gradients per step, between hosts.
         sharded: ZeRO-3: the weights are gathered twice, gradients reduced.
+        shard: GPUs of one host that share a copy of the state (HSDP); 0: all share one.
         update_bytes: per parameter, that an update reads and writes.
         sum_bytes: per parameter, that each microbatch of several moves for its gradient.
         half: of check cells that were divided at random: what errors in the first half showed was
@@ -77,6 +78,7 @@ class Cell:
     gpus: int = 1
     replicated: bool = False
     sharded: bool = False
+    shard: int = 0
     update_bytes: float = ADAM_BYTES
     sum_bytes: float = SUM_BYTES
     half: Literal["", "study", "held out"] = ""
@@ -190,22 +192,26 @@ def _gather_s(cell: Cell) -> float:
     """Return the seconds of ZeRO-3's collectives of a microbatch: weights twice, gradients once.
 
     All of them: a share that compute waits for would be fitted to 1. Among hosts each of them takes
-    in all of it, over its link.
+    in all of it, over its link; copies of the state also sum the gradients of their shards.
     """
     if not cell.sharded:
         return 0.0
-    moved = 3 * 2.0 * num_params(cell.shape) * (cell.gpus - 1) / cell.gpus
-    machine = cell.machine
+    machine, count = cell.machine, cell.shard or cell.gpus
+    nbytes = 2.0 * num_params(cell.shape)
     link = machine.gpu_link_gbps
-    if cell.gpus > machine.gpus:
+    if count > machine.gpus:
         link = min(link, machine.node_link_gbps)
-    return moved / (1e9 * link)
+    gathered_s = 3 * nbytes * (count - 1) / count / (1e9 * link)
+    if (copies := cell.gpus // count) == 1:
+        return gathered_s
+    # The GPUs of a host sum their shards with those of the other copies at once, over its link.
+    return gathered_s + 2 * nbytes * (copies - 1) / copies / (1e9 * machine.node_link_gbps)
 
 
 def _update_s(cell: Cell, machine: Machine) -> float:
     """Return the seconds of Adam on the GPU, and of the all-reduce between hosts."""
     params = num_params(cell.shape) / cell.kernels.split
-    owned = params / cell.gpus if cell.sharded else params
+    owned = params / (cell.shard or cell.gpus) if cell.sharded else params
     sums = cell.sum_bytes * cell.micro_steps if cell.micro_steps > 1 else 0.0
     update = (cell.update_bytes + sums) * owned / (1e9 * machine.hbm_gbps)
     if not cell.replicated:

@@ -26,6 +26,7 @@ from benchmarks import calibration
 from benchmarks.gpu.planned import job_of
 from benchmarks.gpu.spec import Spec
 from offloadtrain.config.job import OFFLOAD, Config
+from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.config.sections import DataConfig, TrainConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.costs import costs
@@ -143,6 +144,7 @@ def _published_cell(cell: calibration.Cell) -> Cell:
         model=cell.shape,
         data=DataConfig(train="-", seq_len=cell.seq_len),
         offload=OFFLOAD.replace(**options),
+        ranks=RanksConfig(shard=cell.shard),
         train=TrainConfig(steps=1, micro_batch=cell.micro_batch, grad_accum_steps=steps * ranks),
     )
     return Cell(

@@ -627,8 +627,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self.settle()
             if state_on is None:
                 check_model(self.model, is_offloaded=True)
-            if missed is None:
-                missed = self._steps_missed(groups)
+            missed = self._steps_missed(groups) if missed is None else missed
             earlier = Earlier(
                 engine.residency.memory,
                 self._blocks,

@@ -31,7 +31,7 @@ from offloadtrain.step.layout.state_tiers import device_share, filled
 
 JOB = Path(__file__).parent.parent / "offloadtrain" / "cli" / "jobs" / "llama_1b.toml"
 MACHINES = ("rtx3090", "rtx4090", "rtx5090", "l40s", "a100_40gb", "a100_80gb", "h100", "h200")
-SIZES = ("llama-1.3b", "llama-3b", "llama-7b", "llama-13b")
+SIZES = ("llama-1.3b", "llama-3b", "llama-7b")
 AUTO = (
     *("device.placement=auto", "offload.recompute_blocks=auto", "offload.activation=recompute"),
     *("offload.state_on=auto", "offload.sums_on=auto", "offload.update=auto"),
@@ -51,7 +51,7 @@ class Cell:
     @classmethod
     def drawn(cls, draw: random.Random) -> Cell:
         state = draw.choice(("fp32", "split16", "int8"))
-        batch = draw.choice((1, 2, 4, 8, 16)), draw.choice((1, 1, 4, 16))
+        batch = draw.choice((1, 2, 4, 8, 16)), draw.choice((1, 1, 2, 4))
         return cls(draw.choice(SIZES), draw.choice(MACHINES), state, *batch)
 
     def job(self, *keys: str) -> Config:
@@ -92,10 +92,10 @@ def grid(cell: Cell) -> list[Plan]:
     """Return the plans that fit; speculative ones with the keys of the three fastest others."""
     layers = cell.job().model.num_layers
     counted = [f"recompute_blocks={count}" for count in (layers, layers // 2)]
-    activations = [("activation=keep",), ("activation=selective",)]
+    activations: list[tuple[str, ...]] = [("activation=keep",), ("activation=selective",)]
     activations += [(f"activation={kind}", n) for kind in ("recompute", "offload") for n in counted]
     sums = ("host", "device") if cell.accum > 1 else ("host",)
-    plans = []
+    plans: list[Plan] = []
     for tier, activation, where in product(("device", "host"), activations, sums):
         keys = [f"working={tier}", f"sums_on={where}", *activation]
         if (on_host := planned(cell, *(f"offload.{key}" for key in keys))) is not None:

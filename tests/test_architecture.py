@@ -295,7 +295,10 @@ OPTIONS_OF_A_STEP = {
     *("update", "warmup_steps"),
 }
 """Clipping, accumulation, loss scale and update mode: what no buffer says."""
-OF_BUILDING = {"api.py", "build.py", "checks.py", "experts.py", "optimizer.py", "weights.py"}
+OF_BUILDING = {
+    *("api.py", "build.py", "checks.py", "experts.py", "optimizer.py", "promotion.py"),
+    "weights.py",
+}
 """Files of `engine/` that make the layout and the engine from the options."""
 
 

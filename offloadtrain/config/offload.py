@@ -164,12 +164,11 @@ class StateOptions(OptionGroup):
         """where gradients, masters and moments are, and Adam runs. "host"; "device": nothing is
         offloaded; a share such as {"device": 0.3}: that of the first blocks of the forward is on
         the device, and the next forward runs over them while the host updates the others; "auto":
-        the largest share that `device_memory_limit` holds; without a limit state begins on the
-        host, and the share that the GPU has room for moves there once its peak is measured; in a
-        job what its plan decides.
-        Streamed weights (working = "host") have their state on the host. "disk", or a share:
-        masters and moments are in a file, and a few buckets of them on the host while it updates
-        them; for update modes "exact" and "delayed". The same bits everywhere on the CPU.""",
+        the largest share that `device_memory_limit` holds; without one, what the GPU has room for
+        once its peak is stable; in a job what its plan decides. Streamed weights have their state
+        on the host. "disk", or a share: masters and moments are in a file, and a few buckets of
+        them on the host while it updates them; for update modes "exact" and "delayed". The same
+        bits everywhere on the CPU.""",
         name="state_on",
     )
     seed: int = option(0, 'seed of stochastic rounding in "split16" and "int8".')

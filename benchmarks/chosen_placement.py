@@ -31,7 +31,7 @@ from offloadtrain.step.layout.state_tiers import device_share, filled
 
 JOB = Path(__file__).parent.parent / "offloadtrain" / "cli" / "jobs" / "llama_1b.toml"
 MACHINES = ("rtx3090", "rtx4090", "rtx5090", "l40s", "a100_40gb", "a100_80gb", "h100", "h200")
-SIZES = ("llama-1.3b", "llama-3b", "llama-7b", "llama-13b")
+SIZES = ("llama-1.3b", "llama-3b", "llama-7b")
 AUTO = (
     *("device.placement=auto", "offload.recompute_blocks=auto", "offload.activation=recompute"),
     *("offload.state_on=auto", "offload.sums_on=auto", "offload.update=auto"),
@@ -51,7 +51,7 @@ class Cell:
     @classmethod
     def drawn(cls, draw: random.Random) -> Cell:
         state = draw.choice(("fp32", "split16", "int8"))
-        batch = draw.choice((1, 2, 4, 8, 16)), draw.choice((1, 1, 4, 16))
+        batch = draw.choice((1, 2, 4, 8, 16)), draw.choice((1, 1, 2, 4))
         return cls(draw.choice(SIZES), draw.choice(MACHINES), state, *batch)
 
     def job(self, *keys: str) -> Config:

@@ -100,11 +100,12 @@ def journals(state: str, kind: str) -> dict[int, list[Tensor]]:
     current = start(state, 0.02 * torch.randn(NUMEL, generator=source))
     sizes = (2 * torch.randn(NUMEL, generator=source) - 8).exp()
     dtype = torch.float32 if state == "fp32" else torch.bfloat16
-    common = {"lr": 3e-4, "beta1": 0.9, "eps": 1e-8, "weight_decay": 0.1}
+    usual = AdamScalars(lr=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1)
+    scalars = replace(usual, beta2=0.95) if kind == "sparse" else usual
     found = {}
     for step in range(1, max(STEPS) + 1):
         grad = gradient(kind, sizes, source)
-        s = AdamScalars(**common, beta2=0.95 if kind == "sparse" else 0.999, step=step)
+        s = replace(scalars, step=step)
         before = values(current)
         update(current, grad, s, layout=Layout.of_one(NUMEL))
         if step in STEPS:

@@ -611,9 +611,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             EngineError: between backward and `step()`.
             ModelError, HostMemoryError: the model cannot be trained so. Nothing has changed then.
         """
-        if state_on is None and (
-            self._division.size > 1 or self._split is not None or self.config.skip_unused
-        ):
+        if state_on is None and (self._division.size > 1 or self._split or self.config.skip_unused):
             raise ModelError(
                 f"{change}: with several ranks, pipelines and skip_unused, what is trained cannot "
                 "change between steps: close() the optimizer and offload the changed model"

@@ -107,18 +107,18 @@ _OF_ONE_STAGE = (
 )
 
 
-def check_alike(ranks: Ranks, told: Mapping[str, Any], each: str, remedy: str = "") -> None:
-    """Compare what each process tells; a collective.
+def check_alike(ranks: Ranks, values: Mapping[str, Any], each: str, remedy: str = "") -> None:
+    """Compare values among processes; a collective.
 
     Args:
-        told: name → a value of JSON's types.
+        values: name → a value of JSON's types.
         each: what a process is called.
         remedy: ends the message instead of the first difference.
 
     Raises:
-        RankError: one tells something else than the first.
+        RankError: those of a process differ from the first one's.
     """
-    for number, other in enumerate(of_each := ranks.gather(told)):
+    for number, other in enumerate(of_each := ranks.gather(values)):
         for what, value in other.items():
             if value != (first := of_each[0][what]):
                 raise RankError(

@@ -80,11 +80,11 @@ class PhaseGuard:
         if self.phase is not Phase.FORWARD:
             raise EngineError(f"{what} between backward and step(): call zero_grad() or step()")
 
-    def require_undecided(self, asked: str) -> None:
+    def require_undecided(self, what: str) -> None:
         """Raises EngineError where no step can be clipped or skipped any more."""
         if not self._program.mode.waits_for_norm:
             raise EngineError(
-                f"{asked} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
+                f"{what} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
                 "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
             )
 

@@ -186,14 +186,14 @@ def adopt_loaded(
     written: Collection[nn.Parameter],
     given: Given | None,
     rules: Sequence[AnyRule],
-    told: Callable[[Bucket, Slot, Tensor], None] | None = None,
+    on_adopted: Callable[[Bucket, Slot, Tensor], None] | None = None,
 ) -> bool:
     """Set the masters of the parameters that were written, from `given` or from their own values.
 
     The lanes must be empty: masters are the host lane's otherwise.
 
     Args:
-        told: gets the values of each.
+        on_adopted: called with the values of each.
 
     Returns:
         True if the state has rounded some of them in its own way, so that the parameters have to
@@ -209,8 +209,8 @@ def adopt_loaded(
             if given is not None:
                 values = part_as(slot.param, given.of(slot.name, slot.param))
             _check_range(slot.name, values, bucket.dtype)
-            if told is not None:
-                told(bucket, slot, values)
+            if on_adopted is not None:
+                on_adopted(bucket, slot, values)
             set_master(bucket, slot, rules[bucket.group], values, only_changed=given is None)
             if not bucket.streamed:
                 view = slot.view(bucket.working.flat)

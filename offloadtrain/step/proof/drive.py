@@ -138,16 +138,18 @@ class Inputs:
             if block.recomputed or (all_saved and (block.repeated or not has_layers))
         }
 
-    def save(self, one: Reading) -> Operations:
-        if not (self._nbytes and one in self._moved):
+    def save(self, reading: Reading) -> Operations:
+        if not (self._nbytes and reading in self._moved):
             return []
-        self._saved[one] = next(self._numbers)
-        return self._program.activation_saved(self._saved[one], self._nbytes, "uint8")
+        self._saved[reading] = next(self._numbers)
+        return self._program.activation_saved(self._saved[reading], self._nbytes, "uint8")
 
-    def need(self, one: Reading) -> Operations:
-        return self._program.activation_needed(self._saved[one]) if one in self._saved else []
+    def need(self, reading: Reading) -> Operations:
+        return (
+            self._program.activation_needed(self._saved[reading]) if reading in self._saved else []
+        )
 
-    def drop(self, one: Reading) -> Operations:
-        if one not in self._saved:
+    def drop(self, reading: Reading) -> Operations:
+        if reading not in self._saved:
             return []
-        return self._program.activation_dropped(self._saved.pop(one))
+        return self._program.activation_dropped(self._saved.pop(reading))

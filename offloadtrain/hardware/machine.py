@@ -39,6 +39,7 @@ class Machine:
         host_reserved: memory of a host that other programs use: on a desktop, its windows.
         peak_tflops: dense 16-bit rate of the data sheet, the base of MFU. 0: no MFU.
         bf16_tflops, fp16_tflops, fp32_tflops: sustained rates of products of large matrices.
+        fp8_tflops: of those in FP8, without the casts to it; 0: no such products, or not measured.
         half_width: geometric mean of a weight's sides at which a library's products reach half of
             that: the rate is `tflops * w / (w + half_width)`.
         flash_share: rate of flash attention in long sequences, as a share of that of products.
@@ -83,6 +84,7 @@ class Machine:
     bf16_tflops: float = 0.0
     fp16_tflops: float = 0.0
     fp32_tflops: float
+    fp8_tflops: float = 0.0
     half_width: float = 0.0
     flash_share: float = 0.8
     flash_half_length: float = 1000.0
@@ -137,7 +139,8 @@ class Machine:
         return not self.gpu
 
     def flops(self, precision: str, width: float) -> float:
-        """Return FLOPs per second of a product with a weight of this width (`half_width`).
+        """Return FLOPs per second of a product with a weight of this width (`half_width`). What
+        narrow products take beside their FLOPs takes as long in FP8.
 
         Raises:
             MachineError: it does not compute in this precision.
@@ -148,7 +151,16 @@ class Machine:
                 f"{self.gpu or 'this CPU'} does not compute in {precision}: set "
                 f"offload.precision = {' or '.join(self.precisions)}"
             )
-        return 1e12 * best * width / (width / self._power_share + self.half_width)
+        half_width = self.half_width * (best / self.bf16_tflops if precision == "fp8" else 1.0)
+        return 1e12 * best * width / (width / self._power_share + half_width)
+
+    def check_has(self, gpus: int) -> None:
+        """Raises MachineError: it has fewer GPUs, and no other host is linked to it."""
+        if gpus > self.gpus and not self.node_link_gbps:
+            raise MachineError(
+                f"{gpus} GPUs were requested, but the machine has {self.gpus} on its only host: "
+                "use fewer, or a --machine file with more GPUs or with node_link_gbps"
+            )
 
     @property
     def _power_share(self) -> float:

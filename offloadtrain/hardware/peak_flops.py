@@ -6,6 +6,8 @@ the advertised rate), and without sparsity.
 
 from __future__ import annotations
 
+import re
+
 _TERAFLOPS = {
     "Tesla T4": 65.0,
     "Tesla V100-PCIE": 112.0,
@@ -85,6 +87,16 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         return None
     fitting = [name for name in _TERAFLOPS if _begins_with(device_name, name)]
     return 1e12 * _TERAFLOPS[max(fitting, key=len)] if fitting else None
+
+
+_WITH_FP8 = re.compile(
+    r"NVIDIA (L4|H\d|GH\d|B\d|GB\d|GeForce RTX [45]0|RTX PRO|RTX \d+ Ada)", re.IGNORECASE
+)
+
+
+def has_fp8(device_name: str) -> bool:
+    """Return whether a GPU of this name has compute capability 8.9 or later (Ada, Hopper)."""
+    return _WITH_FP8.match(device_name) is not None
 
 
 def _begins_with(device_name: str, name: str) -> bool:

@@ -11,6 +11,7 @@ from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OptionError
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.hardware.peak_flops import has_fp8
 from offloadtrain.optim import MatrixRule
 from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.plan.costs.microbatch import Trace, TracedStep
@@ -205,6 +206,12 @@ def resolved(job: Config, machine: Machine) -> Config:
         raise PlanError(
             f"device.kind = {kind!r}, but the machine computes on {where}: choose another machine, "
             'or set device.kind = "auto"'
+        )
+    has_products = machine.on_cpu or machine.fp8_tflops or has_fp8(machine.gpu)
+    if job.offload.fp8 != "off" and not has_products:
+        raise PlanError(
+            f"offload.fp8 = {job.offload.fp8!r}: {where} has no FP8 products, which begin with "
+            'compute capability 8.9 (Ada, Hopper): set offload.fp8 = "off"'
         )
     precision = job.offload.precision
     if precision == "auto":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from offloadtrain.config.batch_split import replicas, shards, shared
 from offloadtrain.config.job import Config
@@ -14,6 +14,7 @@ from offloadtrain.config.model_shape import num_block_params
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.automatic import FULL, decided, largest_share
+from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.costs.disk import SaveCost, Wear, save_cost, wear
 from offloadtrain.plan.costs.microbatch import Activations, Trace
 from offloadtrain.plan.layout import blocks_of
@@ -46,12 +47,14 @@ class Plan:
         hosts: number of hosts.
         local_ranks: on each host.
         placed: without second copies of the state.
+        requested: the job before the plan decided what it leaves open ("auto").
     """
 
     job: Config
     name: str
     machine: Machine
     placed: Placement
+    requested: Config | None = field(default=None, kw_only=True, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -150,6 +153,15 @@ class Plan:
     @cached_property
     def prediction(self) -> Prediction:
         return predict(self.copied, self.machine)
+
+    @property
+    def most_tokens_per_s(self) -> float:
+        """A rate that no schedule exceeds, without a simulation; infinite where none is known."""
+        if self.job.ranks.pipeline > 1:
+            return inf
+        placed = self.copied
+        tokens = placed.config.batch_tokens * placed.spec.replicas
+        return tokens / Costs(placed, self.machine).least_s
 
     def stage_lines(self) -> Iterator[str]:
         """Yield a line for each stage of the model, where it is divided into stages."""
@@ -350,7 +362,7 @@ def make(
     def planned(candidate: Config) -> Plan:
         return _placed(candidate, name, machine, ranks, trace, stage)
 
-    return planned(decided(job, planned))
+    return replace(planned(decided(job, planned)), requested=job)
 
 
 def _placed(

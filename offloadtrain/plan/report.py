@@ -11,8 +11,9 @@ from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.automatic import GAIN
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts
-from offloadtrain.plan.costs.costs import Costs
+from offloadtrain.plan.costs.costs import Costs, is_timed_in_fp8
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.run_cost import RunCost, run_cost
@@ -38,6 +39,11 @@ LANES = {
 _WIDTH = 26
 SUMS = "gradient sums"
 
+
+_AS_BF16 = (
+    "timed as those of bf16. Their own rate takes compile_blocks, a GPU whose machine file has "
+    "fp8_tflops, and for models of transformers neither experts nor adapters"
+)
 
 CAUTION = 0.95
 """Share of a host's memory above which a plan warns."""
@@ -74,6 +80,7 @@ def as_json(
         "streamed_blocks": len(spec.streamed),
         "recomputed_blocks": plan.placed.recomputed,
         "state_on_device": device_share(spec),
+        "update": plan.job.offload.update,
         "sums_on": plan.job.offload.gradients.sums_tier,
         "sums_down": plan.job.offload.gradients.sums_dtype,
         "device_bytes": plan.device,
@@ -171,6 +178,10 @@ def _head(plan: Plan) -> str:
         lines.append(
             f"microbatches are summed on the device; a step's sum goes down once, in {down}"
         )
+    if plan.requested is not None and plan.requested.offload.update == "auto":
+        update, gain = job.offload.update, f"{100 * GAIN:.0f} %"
+        reason = f": speculative gains less than {gain}, or cannot be used" * (update == "exact")
+        lines.append(f"update = auto chooses {update}{reason}")
     if job.offload.compile_blocks:
         timed = "fused" if plan.placed.traced is None else "uncompiled"
         lines.append(
@@ -178,7 +189,9 @@ def _head(plan: Plan) -> str:
             "planned as those of uncompiled ones, which is more"
         )
     if job.offload.fp8 != "off":
-        lines.append("FP8 products are timed as those of bf16, which take longer")
+        known = is_timed_in_fp8(job, plan.machine)
+        rate = f"{plan.machine.fp8_tflops:g} Tflop/s, with their casts" if known else _AS_BF16
+        lines.append(f"FP8 products: {rate}")
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
         where = places[config.offload.weights.tier]

@@ -89,6 +89,7 @@ class RunCost:
         checkpoints: the one at the end is one of them.
         written_bytes: of checkpoints, and of state on the disk.
         money: in the price's currency; None: no price is known.
+        per_hour: the price of an hour of one host.
         band: how much of the time, and of the money, nine tenths of such plans were off at most;
             None: no such plan has a measured time.
         basis: what they were off from.
@@ -100,6 +101,7 @@ class RunCost:
     checkpoints: int
     written_bytes: int
     money: float | None
+    per_hour: float
     currency: str
     band: float | None
     basis: str
@@ -108,6 +110,8 @@ class RunCost:
     def text(self) -> str:
         """All of it in one line."""
         money = "" if self.money is None else f" and {self.currency}{self.money:.2f}"
+        if money and not self.currency:
+            money = f", cost {self.money:.2f} ({self.per_hour:g} per hour)"
         error = "" if self.band is None else f" ± {100 * self.band:.0f} %"
         count = f"{self.checkpoints} checkpoint{'s' if self.checkpoints > 1 else ''}"
         return (
@@ -149,6 +153,7 @@ def run_cost(plan: Plan, *, tokens: int = 0, price: Price | None = None, done: i
         checkpoints=checkpoints,
         written_bytes=checkpoints * plan.checkpoint_bytes + max(steps - done, 0) * to_disk,
         money=None if price is None else hours * price.per_hour,
+        per_hour=0.0 if price is None else price.per_hour,
         currency="" if price is None else price.currency,
         band=band,
         basis=basis,

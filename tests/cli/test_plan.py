@@ -20,9 +20,11 @@ from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
 from offloadtrain.integrations.hf_job import config_of as config_of_values
 from offloadtrain.integrations.hf_job import empty_model
+from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.search import largest, question, suggest
 from offloadtrain.plan.search.largest import MODELS
+from offloadtrain.train import build
 from offloadtrain.train.build import described, tracer_of
 from tests.small_buffers import small_doctor
 
@@ -440,12 +442,19 @@ def test_what_a_model_cannot_do_is_not_tried_and_an_answer_is_printed(
 
 
 @pytest.mark.slow
-def test_models_and_machines_are_answered_in_a_table(tmp_path: Path, capsys: Captured) -> None:
-    """As one by one; what cannot be planned has its reason, and the others are answered."""
+def test_models_and_machines_are_answered_in_a_table(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one by one; what cannot be planned has its reason, and the others are answered. A model
+    has one tracer on all GPUs."""
     folder, absent = config_of(tmp_path / "llama", "llama"), tmp_path / "absent"
     machines = ("rtx4090", "t4")
     arguments = ("--hf", absent, folder, "--machine", *machines, *SMALL_HF)
-    lines = printed(capsys, *arguments).splitlines()
+    tracers = []
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "HfTrace", lambda *of: tracers.append(HfTrace(*of)) or tracers[-1])
+        lines = printed(capsys, *arguments).splitlines()
+    assert len(tracers) == 1
     rows = as_json(capsys, *arguments)["rows"]
     assert len(lines) == 1 + len(rows) == 5
     places = [(Path(row["model"]).name, row["machine"]) for row in rows]
@@ -458,6 +467,20 @@ def test_models_and_machines_are_answered_in_a_table(tmp_path: Path, capsys: Cap
         assert row["fits"] and row["answer"] == alone["answer"] and " yes " in line
         assert row["tokens_per_s"] == alone["step"]["tokens_per_s"]
         assert row["job_file"] == alone["job_file"]
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page_is_what_the_command_prints(capsys: Captured) -> None:
+    """A model of it, on all of its machines; the table is whole."""
+    page = Path("docs/plan.md").read_text().partition("## Nine models on three machines")[2]
+    command, *table = page.partition("```text\n")[2].partition("\n```")[0].splitlines()
+    named, machines = command.partition("--hf ")[2].split(" --machine ")
+    places = [row.split()[:2] for row in table[1:]]
+    assert places == [[a, b] for a in named.split() for b in machines.split()]
+    assert len(places) == 9 * 3
+    model = named.split()[0]
+    printed_rows = printed(capsys, "--hf", model, "--machine", *machines.split()).splitlines()
+    assert printed_rows == [table[0], *(row for row in table if row.startswith(f"{model} "))]
 
 
 @pytest.mark.slow

@@ -66,6 +66,9 @@ def test_the_run_by_hand() -> None:
         assert run.checkpoints == checkpoints
         assert run.written_bytes == checkpoints * plan.checkpoint_bytes
         assert run.money == pytest.approx(0.35 * run.seconds / 3600)
+        assert f" and ${run.money:.2f} ± " in run.text
+        unnamed = run_cost(plan, done=done, price=parse_price("0.35/h")).text
+        assert f", cost {run.money:.2f} (0.35 per hour) ± " in unnamed
         assert f"{left} steps" in run.text and f"{checkpoints} checkpoint" in run.text
     more = run_cost(plan, tokens=10**10)
     assert more.steps == steps_for(plan.job, 10**10) == -(-(10**10) // 2048)

@@ -13,6 +13,7 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.offload import OptionError
 from offloadtrain.events import schema
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.plan import report
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.step.layout.block_spec import BlockSpec
@@ -35,6 +36,8 @@ def test_a_step_that_waits_for_adam_guesses() -> None:
     assert speculative.prediction.tokens_per_s > 1.03 * exact.prediction.tokens_per_s
     assert chosen.job.offload.update == "speculative"
     assert chosen.prediction == speculative.prediction
+    assert "update = auto chooses speculative\n" in report.text(chosen)
+    assert "update = auto" not in report.text(exact) + report.text(speculative)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,8 @@ def test_other_steps_are_exact(overrides: tuple[str, ...]) -> None:
     plan = planned("offload.update=auto", *overrides)
     assert plan.job.offload.update == "exact"
     assert plan.prediction.none_right_s is None
+    assert "update = auto chooses exact: speculative gains less than 3 %" in report.text(plan)
+    assert report.as_json(plan)["update"] == "exact"
 
 
 def test_a_host_without_room_for_second_copies_is_exact() -> None:
@@ -87,7 +92,9 @@ def test_the_page_has_the_planned_figures(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_a_run_has_the_weights_of_an_exact_one_and_says_what_was_decided(tmp_path: Path) -> None:
+def test_a_run_has_the_weights_of_an_exact_one_and_says_what_was_decided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for update in ("exact", "auto"):
         job = small_job(tmp_path, "train.steps=4", f"offload.update={update}")
         assert run(job, tmp_path / update) == 0
@@ -95,3 +102,4 @@ def test_a_run_has_the_weights_of_an_exact_one_and_says_what_was_decided(tmp_pat
     saved = jobs.load(tmp_path / "auto" / "resolved.toml").offload.update
     (started,) = events_of(tmp_path / "auto", schema.RunStarted)
     assert saved == started.config["offload"]["update"] in ("exact", "speculative")
+    assert f"; update = auto: {saved}" in capsys.readouterr().err

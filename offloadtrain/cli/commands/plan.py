@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -40,6 +39,9 @@ FIRST_SAID_S = 1.0
 Several: TypeAlias = Annotated[
     tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)
 ]
+
+Traces: TypeAlias = dict[bool, tuple["Config", "Trace"]]
+"""Of a model, for a CPU or for any GPU: its described job, and the trace."""
 
 STAND_IN = "rtx4090"
 """The machine whose rates are used if only the memory of a GPU is given."""
@@ -219,7 +221,9 @@ def plan(
     if question is None:
         planned, alternatives, trace = _planned(config, name, target, gpus, compare=compare)
     else:
-        answer, trace = _answer(question, name, target, gpus, save, count)
+        answer, trace = _answer(question, name, target, gpus, count)
+        if save:
+            _save(answer, save)
         planned, alternatives = answer.shown(as_json=as_json)
     run = run_cost(planned, tokens=count, price=of_run.hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
@@ -349,16 +353,21 @@ def _question(model: str, is_hf: bool, overrides: tuple[str, ...], ranks: int) -
 
 
 def _answer(
-    question: Question, name: str, machine: Machine, ranks: int, save: str = "", tokens: int = 0
+    question: Question,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    tokens: int = 0,
+    *,
+    traces: Traces | None = None,
+    only_best: bool = False,
 ) -> tuple[Answer, Trace | None]:
-    """Search, and write the job of the answer into the file `save`, if there is one."""
+    """Search; see `_described` and `question.answer`."""
     from offloadtrain.plan.search import question as questions
 
-    config, trace = _described(question.job, machine, ranks)
-    answer = questions.answer(replace(question, job=config), name, machine, ranks, trace, tokens)
-    if save:
-        _save(answer, save)
-    return answer, trace
+    config, trace = _described(question.job, machine, ranks, traces)
+    described, most = replace(question, job=config), 1 if only_best else questions.SHOWN
+    return questions.answer(described, name, machine, ranks, trace, tokens, most), trace
 
 
 def _save(answer: Answer, path: str) -> None:
@@ -386,41 +395,50 @@ def _table(
     from offloadtrain.plan.search.suggest import text_of
 
     models = [(model, True) for model in hf] + [(fine_tune, False)] * bool(fine_tune)
-    entries = []
+    rows = []
     if not as_json:
         sizes = f"{'GPU':>9} {'host':>9} {'tokens/s':>8}"
         print(f"{'model':22} {'machine':14} {'fits':4} {sizes}  with")
-    for (model, is_hf), (name, machine) in product(models, machines):
-        entry = {"model": model, "machine": name, "fits": False}
-        line = f"{Path(model).name:22} {name:14}"
-        try:
-            answer, _ = _answer(_question(model, is_hf, overrides, ranks), name, machine, ranks)
-        except OffloadTrainError as error:
-            entry |= {"problem": str(error)}
-            line = f"{line} -    {error}"
-        else:
-            best = answer.best
-            device, host = sum(best.device.values()), max(best.host_peaks.values())
-            rate = best.prediction.tokens_per_s if best.fits else 0.0
-            entry |= {"fits": answer.fits, "answer": answer.line, "job_file": answer.job_text}
-            entry |= {"device_bytes": device, "host_bytes": host, "tokens_per_s": rate}
-            line = (
-                f"{line} {'yes' if answer.fits else 'no':4} {format_bytes(device):>9} "
-                f"{format_bytes(host):>9} {format_count(rate) if rate else '-':>8}  "
-                f"{text_of(answer.keys)}"
-            )
-        entries.append(entry)
-        if not as_json:
-            print(line, flush=True)
+    for model, is_hf in models:
+        question, traces = None, Traces()
+        for name, machine in machines:
+            row = {"model": model, "machine": name, "fits": False}
+            line = f"{Path(model).name:22} {name:14}"
+            try:
+                question = question or _question(model, is_hf, overrides, ranks)
+                answer, _ = _answer(question, name, machine, ranks, traces=traces, only_best=True)
+            except OffloadTrainError as error:
+                row |= {"problem": str(error)}
+                line = f"{line} -    {error}"
+            else:
+                best = answer.best
+                device, host = sum(best.device.values()), max(best.host_peaks.values())
+                rate = best.prediction.tokens_per_s if best.fits else 0.0
+                row |= {"fits": answer.fits, "answer": answer.line, "job_file": answer.job_text}
+                row |= {"device_bytes": device, "host_bytes": host, "tokens_per_s": rate}
+                line = (
+                    f"{line} {'yes' if answer.fits else 'no':4} {format_bytes(device):>9} "
+                    f"{format_bytes(host):>9} {format_count(rate) if rate else '-':>8}  "
+                    f"{text_of(answer.keys)}"
+                )
+            rows.append(row)
+            if not as_json:
+                print(line, flush=True)
     if as_json:
-        print(json.dumps({"ranks": ranks, "rows": entries}))
-    return 0 if any(entry["fits"] for entry in entries) else DOES_NOT_FIT
+        print(json.dumps({"ranks": ranks, "rows": rows}))
+    return 0 if any(row["fits"] for row in rows) else DOES_NOT_FIT
 
 
-def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
+def _described(
+    config: Config, machine: Machine, ranks: int, traces: Traces | None = None
+) -> tuple[Config, Trace | None]:
     """Return the job with every parameter of its model known, and the trace of a microbatch, if it
     is needed: those take torch, and parameters transformers. A model that cannot be traced is
-    planned by its shape, with one message on stderr."""
+    planned by its shape, with one message on stderr.
+
+    Args:
+        traces: of the same job on other machines; this one's is added.
+    """
     if config.hf is None and config.offload.activations.mode != "offload_saved":
         return config, None
     from offloadtrain.cli.commands.jobs import say_on_stderr
@@ -429,8 +447,14 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     from offloadtrain.plan.tracing.step import TraceError
     from offloadtrain.train.build import described, tracer_of
 
-    config = described(config)
-    trace, of_rank = tracer_of(config, machine, ranks), shared(resolved(config, machine), ranks)
+    if not machine.on_cpu:
+        machine.check_has(ranks)
+    traces = {} if traces is None else traces
+    if machine.on_cpu not in traces:
+        config = described(config)
+        traces[machine.on_cpu] = config, tracer_of(config, machine, ranks)
+    config, trace = traces[machine.on_cpu]
+    of_rank = shared(resolved(config, machine), ranks)
     stages = range(config.ranks.stages) if config.ranks.pipeline > 1 else ()
     # Whether stages can be traced does not depend on their numbers of layers.
     of_rank = replace(of_rank, ranks=replace(of_rank.ranks, layers_per_stage=()))

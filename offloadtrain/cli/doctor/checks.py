@@ -425,7 +425,8 @@ def check_adam(machine: Machine) -> Check:
 
 def check_compute(machine: Machine, bf16: bool) -> Check:
     """Check matrix multiplications per precision; `bf16`: training selects it by default."""
-    rates = ", ".join(f"{p} {getattr(machine, f'{p}_tflops'):.3g}" for p in machine.precisions)
+    kinds = (*machine.precisions, *(("fp8",) if machine.fp8_tflops else ()))
+    rates = ", ".join(f"{kind} {getattr(machine, f'{kind}_tflops'):.3g}" for kind in kinds)
     return _judged(
         "compute",
         f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}; device memory "

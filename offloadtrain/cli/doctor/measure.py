@@ -32,7 +32,7 @@ from offloadtrain.hardware.direct_io import THREADS, DirectFile
 from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.hardware.peak_flops import peak_flops
+from offloadtrain.hardware.peak_flops import has_fp8, peak_flops
 from offloadtrain.plan.costs.device_time import FLASH_BACKWARD, half_width
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
@@ -125,6 +125,10 @@ def compute(device: torch.device, bf16: bool, seconds: float) -> dict[str, float
     measured_half = fit(narrow, slower, wide, rates[main])
     limits = {name: rates[name] * (1 + measured_half / widths[name]) for name in kinds}
     tflops = {f"{name}_tflops": limit / 1e12 for name, limit in limits.items()}
+    if on_gpu and has_fp8(torch.cuda.get_device_name(device)):
+        # As of `Machine.flops`: beside its FLOPs a product takes as long as in 16 bits.
+        beside_s = measured_half / wide / limits[main]
+        tflops["fp8_tflops"] = 1 / (1 / fp8_flops(device, wide, seconds) - beside_s) / 1e12
     length = HALF_LENGTHS[device.type]
     return tflops | {
         "half_width": measured_half,
@@ -155,6 +159,25 @@ def product_flops(device: torch.device, dtype: torch.dtype, width: int, seconds:
     out_TD = torch.empty_like(x_TD)
     took = _seconds(device, lambda: torch.mm(x_TD, weight_DD, out=out_TD), seconds)
     return 2.0 * tokens * width * width / took
+
+
+def fp8_flops(device: torch.device, width: int, seconds: float) -> float:
+    """Measure FLOPs per second of FP8 products with a square weight and a scale per tensor, as
+    torchao has them: forward with fast sums, twice as many backward without. The casts are not
+    part of it."""
+    tokens, scale = TOKENS[device.type], torch.ones((), device=device)
+    x_TD = torch.randn(tokens, width, device=device).to(torch.float8_e4m3fn)
+    weight_DD = torch.randn(width, width, device=device).to(torch.float8_e4m3fn).t()
+
+    def took(fast: bool) -> float:
+        def product() -> object:
+            return torch._scaled_mm(
+                x_TD, weight_DD, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+
+        return _seconds(device, product, seconds)
+
+    return 3 * 2.0 * tokens * width * width / (took(True) + 2 * took(False))
 
 
 def flash_flops(

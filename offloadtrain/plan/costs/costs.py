@@ -35,13 +35,14 @@ from functools import cached_property
 from math import sqrt
 from operator import attrgetter
 
+from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import (
     ModelShape,
     again_flops_per_token,
     block_flops_per_token,
     flops_per_token,
 )
-from offloadtrain.hardware.machine import Machine, MachineError
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.costs.device_time import (
     STRIDED,
@@ -68,12 +69,20 @@ KERNELS = Kernels(strided=STRIDED)
 """What jobs compute with: eager operations and flash attention."""
 
 
-def kernels_of(model: ModelShape, *, compiled: bool) -> Kernels:
+def kernels_of(model: ModelShape, *, compiled: bool, fp8: bool = False) -> Kernels:
     """Return what a job of the shipped transformer computes its blocks with. Compiled ones rotate
-    positions in one kernel. Head and loss are never compiled."""
+    positions in one kernel. Head and loss are never compiled, nor in FP8."""
     level: Level = "compiled" if compiled else "eager"
     strided = 0.0 if compiled else KERNELS.strided
-    return replace(KERNELS, causal=model.is_causal, level=level, strided=strided)
+    return replace(KERNELS, causal=model.is_causal, level=level, strided=strided, fp8=fp8)
+
+
+def is_timed_in_fp8(job: Config, machine: Machine) -> bool:
+    """Return whether products of layers have the rate of FP8: it is known, and the casts are fused.
+    Experts and adapters of models of transformers stay in 16 bits, which a trace does not tell."""
+    in_16_bits = job.hf is not None and (job.hf.lora is not None or job.model.num_experts > 0)
+    in_fp8 = job.offload.fp8 != "off" and job.offload.compile_blocks and not in_16_bits
+    return in_fp8 and machine.fp8_tflops > 0 and not machine.on_cpu
 
 
 CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
@@ -120,11 +129,7 @@ class Costs:
         self._local = min(ranks, machine.gpus)
         """Ranks of a host, those of other stages and parts too: they share its links, memory and
         cores."""
-        if ranks > machine.gpus and not machine.node_link_gbps:
-            raise MachineError(
-                f"{ranks} GPUs were requested, but the machine has {machine.gpus} on its "
-                "only host: use fewer, or a --machine file with more GPUs or with node_link_gbps"
-            )
+        machine.check_has(ranks)
         self.disk = disk_load(self.spec, machine, self._local)
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len
@@ -167,14 +172,18 @@ class Costs:
     @cached_property
     def computed(self) -> dict[str, Seconds]:
         """Reading → seconds of forward and backward; the head's are the last one's."""
+        in_fp8 = is_timed_in_fp8(self.placed.config, self.machine)
         if (traced := self.placed.traced) is not None:
-            how = self._tokens, self.machine, self._precision, KERNELS
-            named = ((block, traced.blocks[block.name]) for block in self.spec.blocks)
-            times = {b.name: self.parts.added(traced_seconds(c, *how), b) for b, c in named}
+            where = self._tokens, self.machine, self._precision
+            times = {}
+            for block in self.spec.blocks:
+                kernels = replace(KERNELS, fp8=in_fp8 and block.repeated)
+                alone = traced_seconds(traced.blocks[block.name], *where, kernels)
+                times[block.name] = self.parts.added(alone, block)
             return by_reading(self.spec.blocks, times)
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         compiled = self.placed.config.offload.compile_blocks
-        kernels = kernels_of(model, compiled=compiled)
+        kernels = kernels_of(model, compiled=compiled, fp8=in_fp8)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
         alone = block_seconds(model, seq_len, *where, split)
@@ -441,6 +450,22 @@ class Costs:
         down, up, _ = self.moved_bytes
         down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
         return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that no schedule of a step is shorter than: those of compute, of the bus either
+        way, and of Adam on the host. Where a norm has to be known first, Adam of all blocks is
+        between backward and the last block's forward."""
+        spec, machine = self.spec, self.machine
+        forward_s = sum(block.forward for block in self.computed.values())
+        backward_s = sum(block.backward for block in self.computed.values())
+        compute_s = spec.config.grad_accum_steps * (forward_s + backward_s)
+        down, up, _ = self.moved_bytes
+        bus_s = max(down / self.bus(machine.d2h_gbps), up / self.bus(machine.h2d_gbps))
+        on_host = spec.buckets_on(Tier.HOST)
+        adam_s = sum(bucket.shard_numel / self._adam_rate(bucket) for bucket in on_host)
+        between_s = 0.0 if self._updates_in_backward else compute_s - forward_s + adam_s
+        return max(compute_s, bus_s, adam_s, between_s)
 
     def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
         """Return the bytes for streamed blocks in forward and backward of every microbatch, except

@@ -58,6 +58,8 @@ class Kernels:
             before PyTorch had a kernel for it.
         padded_head: the logits' rows are padded to what tensor cores load at once; without that an
             odd vocabulary slows the head's products.
+        fp8: products of layers whose sides are multiples of 16 are in FP8, but for routers and
+            experts; their casts are fused with what is before them.
         autocast: torch.autocast over fp32 weights: the residual stream, norms and softmax are in
             fp32, with casts before the products.
     """
@@ -70,9 +72,10 @@ class Kernels:
     strided: float = 0.0
     norm_fp32: bool = False
     padded_head: bool = True
+    fp8: bool = False
     autocast: bool = False
 
-    def product_flops(self, machine: Machine, precision: Precision, width: float) -> float:
+    def product_flops(self, machine: Machine, precision: str, width: float) -> float:
         """Return FLOPs per second of a product with a weight of this width."""
         if self.level == "fused":
             machine = replace(machine, half_width=0.0)
@@ -153,6 +156,11 @@ _FUSED = _Traffic(
     routing=(15, 15),
 )
 _TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
+
+CAST_BYTES = 7.0 / 3
+"""Bytes per element of both operands of an FP8 product, in the mean over the three products with a
+weight. Its input and the gradient of its output are read for the largest value (2 bytes), read,
+written in 8 bits and copied transposed (2 + 1 + 2)."""
 
 STRIDED = 2.5
 """Times as long eager operations take on tensors with gaps, where torch computes an address for
@@ -257,8 +265,9 @@ def traced_seconds(
     per_weight = ITEMSIZE[PRECISIONS[precision]] / (2.0 * tokens)  # two FLOPs of each per token
 
     def seconds(work: Work) -> float:
+        dtype = "fp8" if kernels.fp8 else precision
         computed = sum(
-            flops / kernels.product_flops(machine, precision, width)
+            flops / kernels.product_flops(machine, dtype, width)
             for width, flops in work.products.items()
         )
         computed += sum(
@@ -266,6 +275,8 @@ def traced_seconds(
             for kind, flops in work.attention.items()
         )
         nbytes = work.nbytes + per_weight * sum(work.products.values())
+        if kernels.fp8:  # two operands of a side each, of `flops / (2 * width**2)` tokens
+            nbytes += CAST_BYTES * sum(flops / width for width, flops in work.products.items())
         moved = nbytes / (1e9 * machine.hbm_gbps)
         return max(computed + moved, 1e-6 * machine.launch_us * work.launches)
 
@@ -291,8 +302,11 @@ def _product_s(
     tokens: float,
 ) -> float:
     """Return the seconds per token of a product of so many with a weight of these sides."""
-    rate = kernels.product_flops(machine, precision, sqrt(rows * columns))
+    dtype = "fp8" if kernels.fp8 and rows % 16 == columns % 16 == 0 else precision
+    rate = kernels.product_flops(machine, dtype, sqrt(rows * columns))
     computed = 2.0 * rows * columns / rate
+    if dtype == "fp8":
+        computed += CAST_BYTES * (rows + columns) / (1e9 * machine.hbm_gbps)
     per_element = ITEMSIZE[PRECISIONS[precision]] / (1e9 * machine.hbm_gbps)
     weight = per_element * rows * columns / tokens
     if kernels.level != "fused":  # the half-width contains what inputs and outputs take
@@ -320,9 +334,9 @@ class _Block:
         of_mlp = self.split_of_mlp
         d, width, kv = shape.d_model, shape.ff_width, shape.kv_heads * shape.head_dim
         up = 2 * width if shape.mlp == "swiglu" else width
-        rows = self.tokens * chosen / max(shape.num_experts, 1)  # of each expert
+        rows = self.tokens * chosen / shape.num_experts if shape.num_experts else 0.0
         mlp = self.product(d, up / of_mlp, rows) + self.product(width / of_mlp, d, rows)
-        router = self.product(d, shape.num_experts) if shape.num_experts else 0.0
+        router = self.product(d, shape.num_experts, self.tokens) if shape.num_experts else 0.0
         attention = self.product(d, (d + 2 * kv) / split) + self.product(d / split, d)
         return attention + chosen * mlp + router
 
@@ -332,7 +346,9 @@ class _Block:
         return 1 if self.shape.num_experts else self.kernels.split
 
     def product(self, rows: float, columns: float, tokens: float = 0.0) -> float:
-        how = self.machine, self.precision, self.kernels
+        """`tokens`: of a router or an expert, which is never in FP8."""
+        kernels = replace(self.kernels, fp8=False) if tokens else self.kernels
+        how = self.machine, self.precision, kernels
         return _product_s(*how, rows, columns, tokens or self.tokens)
 
     @property

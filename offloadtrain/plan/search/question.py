@@ -30,6 +30,9 @@ from offloadtrain.plan.search.suggest import (
 STEP_TOKENS, SEQ_LEN = 32768, 2048
 """Tokens of a step and of a sequence: usual for fine-tuning."""
 
+SHOWN = 6
+"""Settings that an answer shows, the best among them."""
+
 LEAST = 1e6
 """Parameters of a model that is named by its size."""
 
@@ -101,7 +104,7 @@ class Answer:
         """Return the plan to report and other changes: as JSON the plan of the question where that
         does not fit, as text the nearest one that does."""
         if self.fits or (self.best.fits and not as_json):
-            return self.best, self.changes[1:6]
+            return self.best, self.changes[1:SHOWN]
         return self.as_asked, self.changes
 
 
@@ -156,19 +159,21 @@ def answer(
     machine: Machine,
     ranks: int,
     trace: Trace | None,
-    tokens: int = 0,
+    tokens: int,
+    most: int,
 ) -> Answer:
     """Search the placements, formats and microbatches of a question, whose model is described.
 
     Args:
         tokens: of the run; 0: as many as the steps of the question's job have.
+        most: as of `of_each_placement`.
 
     Raises:
         OffloadTrainError: the job cannot be planned on this machine.
     """
     job, fixed = question.job, _keys_of(question.overrides)
     free = [key for key in ALL if not {key, key.partition(".")[0]} & fixed]
-    changes = of_each_placement(job, name, machine, ranks, free, trace)
+    changes = of_each_placement(job, name, machine, ranks, free, trace, most=most)
     as_asked, fits = make(job, name, machine, ranks, trace), bool(changes)
     if not fits:
         all_tried = len(free) == len(ALL)

@@ -176,12 +176,15 @@ def of_each_placement(
     ranks: int,
     free: Collection[str] = ALL,
     trace: Trace | None = None,
+    *,
+    most: int,
 ) -> list[Change]:
-    """Return each placement and state format that fits, in the largest microbatch that fits there:
+    """Return the placements and state formats that fit, in the largest microbatch that fits there:
     the fastest first, among equals the one whose state is most exact.
 
     Args:
         free: the keys that may change.
+        most: how many must be among them; what cannot be one of them is not simulated.
         trace: see `plan.make`.
 
     Raises:
@@ -189,14 +192,13 @@ def of_each_placement(
     """
     largest: dict[tuple[Any, ...], Change] = {}
     as_it_is = Change({}, make(job, name, machine, ranks, trace))
-    for candidate in (as_it_is, *_promising(job, name, machine, ranks, free, trace)):
-        where = tuple(str(value_of(candidate.plan.job, key)) for key in OFFLOAD)
-        size = candidate.plan.job.train.micro_batch
-        if candidate.plan.fits and (
-            where not in largest or size > largest[where].plan.job.train.micro_batch
-        ):
+    changes = _promising(job, name, machine, ranks, free, trace, largest_only=True)
+    for candidate in (as_it_is, *changes):
+        if candidate.plan.fits:
+            where = tuple(str(value_of(candidate.plan.job, key)) for key in OFFLOAD)
             largest[where] = candidate
-    ordered = _fastest([change for where, change in largest.items() if not _slower(where, largest)])
+    candidates = [change for where, change in largest.items() if not _slower(where, largest)]
+    ordered = _fastest(_fast_enough(candidates, most))
     best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
     near = [
         change for change in ordered if change.plan.prediction.tokens_per_s >= best * (1 - SAME)
@@ -360,6 +362,19 @@ def _fastest(changes: Sequence[Change]) -> list[Change]:
     return sorted(changes, key=order)
 
 
+def _fast_enough(changes: Sequence[Change], most: int) -> list[Change]:
+    """Return those that may be among so many fastest ones, or as fast as the fastest."""
+    simulated: list[Change] = []
+    for change in sorted(changes, key=lambda change: -change.plan.most_tokens_per_s):
+        rates = sorted(-other.plan.prediction.tokens_per_s for other in simulated)
+        if len(rates) >= most:
+            needed = min(-rates[most - 1], -rates[0] * (1 - SAME))
+            if change.plan.most_tokens_per_s < needed:
+                break
+        simulated.append(change)
+    return simulated
+
+
 ON_DISK = ("offload.state_on", "offload.working", "offload.grad_on")
 """The keys that move what is on the host to a drive, the least slow first."""
 
@@ -374,7 +389,7 @@ def _on_disk(
         keys: dict[str, Any] = dict.fromkeys(ON_DISK[:count], "disk")
         if _changed(job, dict(keys), name, machine, ranks, trace) is not None:
             moved = _consistent(job, keys)
-            for best in of_each_placement(moved, name, machine, ranks, free, trace):
+            for best in of_each_placement(moved, name, machine, ranks, free, trace, most=1):
                 return [Change(keys | best.keys, best.plan)]
     return []
 
@@ -479,6 +494,8 @@ def _promising(
     ranks: int,
     free: Collection[str] = ALL,
     trace: Trace | None = None,
+    *,
+    largest_only: bool = False,
 ) -> Iterator[Change]:
     """Yield the combinations of other values, but for those that another makes needless.
 
@@ -487,12 +504,16 @@ def _promising(
     one without, which needs fewer changes: it is left out. Where it has no room for block inputs,
     it has none for all activations, nor for the results of products. Where all activations fit, the
     results of products alone are no faster. Each would take a trace of its own.
+
+    Args:
+        largest_only: nor those that fit in a larger microbatch.
     """
     recomputes = job.offload.activations.mode == "recompute" and not machine.on_cpu
     if (as_it_is := _planned(job, name, machine, ranks, trace)) is None:
         return
     with_room: list[dict[str, Any]] = [{}] if as_it_is.device_has_room else []
     that_keep: list[dict[str, Any]] = []
+    that_fit: list[dict[str, Any]] = [{}] if largest_only and as_it_is.fits else []
     for keys in combinations(job, ranks, free):
         rest = {key: value for key, value in keys.items() if key != "offload.activation"}
         if recomputes and len(rest) < len(keys):
@@ -501,12 +522,17 @@ def _promising(
                 continue
             if keys["offload.activation"] == "selective" and rest in that_keep:
                 continue
-        change = _changed(job, dict(keys), name, machine, ranks, trace)
-        if change and change.plan.device_has_room:
+        of_any_size = {key: value for key, value in keys.items() if key != "train.micro_batch"}
+        change, fits_larger = None, of_any_size in that_fit
+        if not fits_larger:
+            change = _changed(job, dict(keys), name, machine, ranks, trace)
+        if fits_larger or (change and change.plan.device_has_room):
             with_room.append(keys)
             if keys.get("offload.activation") == "keep":
                 that_keep.append(rest)
         if change:
+            if largest_only and change.plan.fits:
+                that_fit.append(of_any_size)
             yield change
 
 

@@ -132,12 +132,15 @@ class _RunStart:
         """Return the lines that a run begins with."""
         config, context, backend = self.config, self.context, kernels.backend()
         threads = f"{torch.get_num_threads()} threads{f' {self.waiting}' if self.waiting else ''}"
+        is_auto = config.offload.update == "auto"
+        decided = f"; update = auto: {context.plan.job.offload.update}" if is_auto else ""
         where = self.machine.cpu if self.device_name == "CPU" else self.device_name
         return (
             f"{config.name}: {format_count(config.num_params)} parameters, "
             f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
             f"compute: {where}, {context.precision}{f' ({context.why})' if context.why else ''}, "
-            f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads\n"
+            f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads"
+            f"{decided}\n"
             f"data: {format_count(len(context.train_tokens))} tokens to train on"
             + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
             + f"\n{run_cost(context.plan, done=self.step).text}\nrun: {self.run.path}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.checks import WriteCounts
 from offloadtrain.engine.parameters import (
     OffloadedParameter,
     past_the_class,
@@ -44,6 +45,7 @@ class Source(Protocol):
 
     def use(self, block: Block, *, expected: bool = True) -> None: ...
     def unpacked(self, block: Block, clock: int) -> None: ...
+    def is_at(self, block: Block, clock: int) -> bool: ...
     def pinned(self, block: Block) -> bool: ...
 
 
@@ -57,6 +59,9 @@ class _Closed:
             f"backward reached block '{block.name}' through a graph that was built before close(), "
             "or before what is trained was changed: run forward again"
         )
+
+    def is_at(self, block: Block, clock: int) -> bool:
+        return False
 
     def pinned(self, block: Block) -> bool:
         return False
@@ -311,6 +316,11 @@ class Block:
     def views(self) -> ParameterViews:
         """Its memory on the device, and what its parameters are views of where it is streamed."""
         return ParameterViews(self.all_buckets)
+
+    @cached_property
+    def writes(self) -> WriteCounts:
+        """Counts the writes into its trained parameters."""
+        return WriteCounts([slot.param for bucket in self.buckets for slot in bucket.slots])
 
     @property
     def weights(self) -> tuple[Range, ...]:

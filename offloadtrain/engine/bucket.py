@@ -85,6 +85,7 @@ class Bucket:
         lo, hi: this rank's shard: elements of the whole that its buffers on the host hold. A single
             rank's shard is the whole.
         layout: the elements of its slots that are in the shard, as the kernels know them.
+        params: those of its slots.
         memory: the buffers of the step.
         place: the version of its weights that parameters are views of; for a streamed block, the
             slot that it has, or had last.
@@ -102,6 +103,7 @@ class Bucket:
     lo: int
     hi: int
     layout: Layout = field(init=False)
+    params: list[nn.Parameter] = field(init=False)
     memory: MemoryMap = field(init=False)
     place: int = 0
     copy: int = 0
@@ -116,7 +118,8 @@ class Bucket:
     @property
     def working(self) -> Buffer:
         """The weights that compute uses, on the device: parameters are views of them."""
-        return self.buffer(Memory.WORKING, self.place)
+        # Looked up for every saved weight: a plain tuple is found as the key that equals it.
+        return self.memory[self.spec.name, Memory.WORKING, self.place, 0]  # type: ignore[index]
 
     @property
     def versions(self) -> list[Buffer]:
@@ -150,6 +153,7 @@ class Bucket:
         return self.streamed or len(self.versions) > 1
 
     def __post_init__(self) -> None:
+        self.params = [slot.param for slot in self.slots]
         owned = [(slot, *self.piece(slot)) for slot in self.slots]
         nonempty = [(slot, lo, hi) for slot, lo, hi in owned if lo < hi]
         self.layout = Layout(

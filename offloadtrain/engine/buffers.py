@@ -117,6 +117,7 @@ class MemoryMap(dict[BufferKey, Buffer]):
             self.allocate()
 
     def __missing__(self, key: BufferKey) -> Buffer:
+        key = BufferKey(*key)
         row = self.table.rows[key]
         if row.within is None:
             alike = self.table.of_bucket[key.bucket].items()
@@ -250,7 +251,7 @@ class AddressMap(Generic[Entry]):
 
     def add(self, flat: Tensor, entry: Entry) -> None:
         """Add a buffer; `flat`: dense."""
-        if _has_no_memory(flat):
+        if flat.is_meta or isinstance(flat, FakeTensor):
             self._fake[flat.untyped_storage()._cdata] = entry
             return
         start = flat.data_ptr()
@@ -262,7 +263,7 @@ class AddressMap(Generic[Entry]):
     def find(self, tensor: Tensor) -> Entry | None:
         """Return the entry of the buffer that holds the tensor's first byte, if any."""
         # A storage without memory has no address: the object itself stands for it.
-        if _has_no_memory(tensor):
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
             return self._fake.get(tensor.untyped_storage()._cdata)
         try:
             address = tensor.data_ptr()
@@ -271,7 +272,3 @@ class AddressMap(Generic[Entry]):
             return None
         at = bisect_right(self._starts, address) - 1
         return self._entries[at] if address < self._ends[at] else None
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -371,18 +371,18 @@ class ParameterGuard:
         self._params = [param for _, param in self._named]
         self._trainable = [param.requires_grad for param in self._params]
         self._ids = _parameters(model).keys()
+        self._writes = WriteCounts(self._params)
         self.renew()
 
     def written(self) -> list[nn.Parameter]:
         """Return the parameters whose values were written by others since the last renewal."""
-        pairs = zip(self._named, self._versions, strict=True)
         with past_the_class():
-            return [param for (_, param), version in pairs if version_of(param) != version]
+            return self._writes.since(self._counts)
 
     def renew(self) -> None:
         """Accept the values as they are."""
         with past_the_class():
-            self._versions = [version_of(param) for _, param in self._named]
+            self._counts = self._writes.read()
 
     def is_retrained(self) -> bool:
         """Tell whether a parameter was frozen or unfrozen since this was made."""
@@ -434,8 +434,24 @@ def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     return cast(dict[int, nn.Parameter], params)
 
 
-def version_of(param: nn.Parameter) -> int:
-    """Count the writes into a parameter; of a DTensor also those into its part
-    (`to_local().copy_(…)`), which are those into itself, too."""
-    part = local(param)
-    return part._version + (param._version if part is not param else 0)
+class WriteCounts:
+    """Counts the writes into parameters; of DTensors also those into their parts
+    (`to_local().copy_(…)`). No loop of Python's: every forward and every step read them."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params, self._divided = params, [*filter(is_distributed, params)]
+
+    def read(self) -> list[int]:
+        """Return the counts now."""
+        return [*map(_VERSION, self._params), *map(_PART_VERSION, self._divided)]
+
+    def since(self, counts: Sequence[int]) -> list[nn.Parameter]:
+        """Return the parameters that were written after `read` has returned `counts`."""
+        now = self.read()
+        if now == counts:
+            return []
+        pairs = zip([*self._params, *self._divided], now, counts, strict=True)
+        return list({id(param): param for param, new, old in pairs if new != old}.values())
+
+
+_VERSION, _PART_VERSION = attrgetter("_version"), attrgetter("_local_tensor._version")

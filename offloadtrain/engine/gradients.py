@@ -45,7 +45,7 @@ from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Delivered, Slot
 from offloadtrain.engine.interpreter import Functions, Interpreter
-from offloadtrain.engine.parameters import gradient_of, set_gradient, take_gradient
+from offloadtrain.engine.parameters import gradient_of, take_gradients
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import LocalPart
 from offloadtrain.step.program.program import Program
@@ -356,8 +356,8 @@ class Gradients:
         for block in self._blocks:
             if block.graphs.spans:
                 block.graphs.end()
-            for slot in (slot for bucket in block.buckets for slot in bucket.slots):
-                set_gradient(slot.param, None)
+            for bucket in block.buckets:
+                take_gradients(bucket.params)
         self._reset_deliveries()
         if in_flight:
             self._in_flight.drop()
@@ -414,8 +414,8 @@ class Gradients:
             # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
             # the allocator reuses their memory after it, for the next block's gradients.
             gradients = []
-            for slot in bucket.slots:
-                if (grad := take_gradient(slot.param)) is not None:
+            for slot, grad in zip(bucket.slots, take_gradients(bucket.params), strict=True):
+                if grad is not None:
                     if isinstance(slot.local, LocalPart):
                         grad = slot.local.of_gradient(grad)
                     gradients.append((slot, grad))

@@ -164,6 +164,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Upload the weights, and put everything on the model that belongs to the engine; `casts`:
         those that are there."""
         self._release.engine = weakref.ref(self._engine)
+        self._engine.lanes.copies_block = self.device.type == "cuda" and not self._arena.pinned
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
         self._seal = ParameterGuard(self.model)
         self._steps = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
@@ -736,8 +737,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._handed_out = self._state_values()
 
     def _state_values(self) -> list[Any]:
-        entries = (self.state.get(slot.param, {}) for _, slot in self._slots())
-        return [*chain.from_iterable(map(dict.values, entries))]
+        # Of all entries as they are: every step compares them, and sorts nothing.
+        return [*chain.from_iterable(map(dict.values, self.state.values()))]
 
     def take_over_writes(self) -> None:
         """Make what others have written into parameters, or assigned to `state`, the state's.

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -51,6 +51,10 @@ _GRAD: Any = Tensor.grad
 
 set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 """Makes a parameter a view of other memory, past its class."""
+
+gradient_of: Callable[[nn.Parameter], Tensor | None] = _GRAD.__get__
+"""Returns `param.grad` for the engine itself: no observer is called. torch's own function, as it is
+called for every gradient."""
 
 past_the_class = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine reads and sets parameters of any class without a wait."""
@@ -325,19 +329,15 @@ def _observer_of(param: Tensor) -> Observer | None:
     return observer
 
 
-def gradient_of(param: nn.Parameter) -> Tensor | None:
-    """Return `param.grad` for the engine itself: no observer is called."""
+def take_gradients(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
+    """Remove each `param.grad` and return it, for the engine itself: no observer is called."""
+    get, set_ = _GRAD.__get__, _GRAD.__set__
+    grads: list[Tensor | None] = []
     with past_the_class():
-        grad: Tensor | None = _GRAD.__get__(param)
-    return grad
-
-
-def take_gradient(param: nn.Parameter) -> Tensor | None:
-    """Remove `param.grad` and return it, for the engine itself: no observer is called."""
-    with past_the_class():
-        grad: Tensor | None = _GRAD.__get__(param)
-        _GRAD.__set__(param, None)
-    return grad
+        for param in params:
+            grads.append(get(param))
+            set_(param, None)
+    return grads
 
 
 def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:

@@ -39,6 +39,9 @@ class Resident:
     def unpacked(self, block: Block, clock: int) -> None:
         """The weights are where the graph left them."""
 
+    def is_at(self, block: Block, clock: int) -> bool:
+        return True
+
     def pinned(self, block: Block) -> bool:
         return block.forwards > 0
 
@@ -77,6 +80,8 @@ class Residency:
         self._latest: Block | None = None
         """The block used last: in its slot, waited for, and the blocks after it are on their
         way."""
+        self._at: tuple[int, int] | None = None
+        """Graph task and clock of the last read of `_latest` in a backward, whose pins are set."""
         self._has_warned = False
         self.on_backward: Callable[[int, Block | None], None] | None = None
         """Called in front of a use in backward, with the clock that it has come to, and the block
@@ -131,7 +136,7 @@ class Residency:
         """Compute is about to read the block; `expected`: see `Streaming.use`."""
         # Backwards that are over release their pins: those inside the current one have larger
         # numbers, and outside of any backward all are over.
-        now = torch._C._current_graph_task_id()
+        now, self._at = torch._C._current_graph_task_id(), None
         for task in [task for task in self._running if task > now]:
             del self._running[task]
         # Before the loads: the other ranks run their all-gathers after the same reduce-scatters.
@@ -144,7 +149,10 @@ class Residency:
     def passed(self, clock: int) -> dict[Block, int]:
         """Backward has reached a node that saved a tensor at `clock`: release the pins of blocks
         saved later. Returns the blocks still pinned by this backward."""
-        pinned = self._running.setdefault(torch._C._current_graph_task_id(), {})
+        task = torch._C._current_graph_task_id()
+        if self._at == (task, clock):
+            return self._running[task]
+        self._at, pinned = None, self._running.setdefault(task, {})
         # A pin ends here, not with the block's last handle: a retained graph keeps handles alive,
         # and would keep its blocks in the slots.
         if not self._unpacking:
@@ -162,6 +170,11 @@ class Residency:
         finally:
             self._unpacking -= 1
 
+    def is_at(self, block: Block, clock: int) -> bool:
+        """Tell whether the read before this one in the same backward was of the same forward of the
+        block: it is pinned, and compute has waited for it."""
+        return block is self._latest and self._at == (torch._C._current_graph_task_id(), clock)
+
     def unpacked(self, block: Block, clock: int) -> None:
         """A node of the graph is about to read a tensor saved in a forward of the streamed block,
         and may be about to run that forward again."""
@@ -177,15 +190,18 @@ class Residency:
             if self.on_backward is not None and not self._unpacking:
                 self.on_backward(clock, None)
             self.use(block)
+        # While the inputs of a recompute are unpacked, later pins are kept that end afterwards.
+        self._at = None if self._unpacking else (torch._C._current_graph_task_id(), clock)
 
     def end_backward(self) -> None:
         """No backward runs: the next one needs the slots, also where no forward comes first."""
         self._running.clear()
+        self._at = None
 
     def restart(self) -> None:
         """A micro-step is over and its weights may have changed: load ahead for the next one."""
         self._running.clear()
-        self._latest = None
+        self._latest = self._at = None
         # The host's copy may be written by the next update: parameters must not show it then.
         for block in self._exposed:
             block.leave_device()
@@ -204,7 +220,7 @@ class Residency:
     def reset(self) -> None:
         """The lanes are empty, and no streamed block has a slot any more."""
         self._running.clear()
-        self._latest = None
+        self._latest = self._at = None
         self._exposed.clear()
         for block in self.streamed:
             block.leave_device()
@@ -292,4 +308,5 @@ class Residency:
         self._buckets[bucket].version ^= 1
 
     def _pinned(self) -> list[str]:
-        return [block.name for block in self.resident if self.pinned(block)]
+        slots, blocks = self._program.streaming.slots, self.blocks
+        return [name for name in slots if name is not None and self.pinned(blocks[name])]

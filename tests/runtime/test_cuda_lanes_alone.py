@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -328,6 +329,8 @@ WAYS: tuple[Callable[[LoggedLanes, LaneEvent], None], ...] = (
 def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane) -> None:
     for way in WAYS:
         lanes, gate = LoggedLanes(gpu, among_ranks=lane is Lane.D2H), Gate()
+        # Otherwise the launching thread launches it itself, and meets the gate.
+        lanes.copies_block = True
         lanes.launch(lane, "fails", gate)
         event = lanes.record(lane)
         threading.Timer(0.01, gate.opened.set).start()
@@ -341,11 +344,40 @@ def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane) -> None:
 
 
 @timely
+def test_a_load_is_launched_by_the_launching_thread_where_nothing_blocks(gpu: Gpu) -> None:
+    """In the lane's order: after a load that waits for an event which is not issued, it is not."""
+    lanes, gate = LoggedLanes(gpu), Gate()
+    launched: list[tuple[str, int]] = []
+
+    def note(name: str) -> None:
+        launched.append((name, threading.get_ident()))
+
+    lanes.wait(Lane.LOAD, lanes.record(Lane.COMPUTE), "compute, whose event is issued")
+    lanes.launch(Lane.LOAD, "first", partial(note, "first"))
+    assert (
+        launched == [("first", threading.get_ident())] and lanes.record(Lane.LOAD).issued.is_set()
+    )
+    lanes.launch(Lane.UPDATE, "held back", gate.opened.wait)
+    lanes.wait(Lane.LOAD, lanes.record(Lane.UPDATE), "an event that is not issued")
+    for name in ("second", "third"):
+        lanes.launch(Lane.LOAD, name, partial(note, name))
+    event = lanes.record(Lane.LOAD)
+    assert len(launched) == 1 and not event.issued.is_set()
+    gate.opened.set()
+    lanes.synchronize()
+    assert [name for name, _ in launched] == ["first", "second", "third"]
+    lanes.launch(Lane.LOAD, "fails", gate)
+    with pytest.raises(LaneError, match="planted"):
+        lanes.launch(Lane.LOAD, "next", nothing)
+    lanes.close()
+
+
+@timely
 def test_nothing_runs_after_a_failure(gpu: Gpu) -> None:
     lanes, gate = LoggedLanes(gpu), Gate()
     memory = Buffer("memory", torch.ones(64))
-    lanes.launch(Lane.LOAD, "fails", gate)
-    event = lanes.record(Lane.LOAD)
+    lanes.launch(Lane.ORTHO, "fails", gate)
+    event = lanes.record(Lane.ORTHO)
     for lane in (Lane.HOST, Lane.H2D, Lane.COMM):
         lanes.wait(lane, event, "in turn")
         lanes.launch(lane, "zero", KernelCalls(kernels.zero), [], [memory.whole])

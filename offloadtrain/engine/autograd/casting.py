@@ -295,7 +295,7 @@ class _Call(OfOneModel):
         self._method = method
 
     def __call__(self, *_: Any) -> None:
-        self._method(None if torch.compiler.is_compiling() else sys._getframe(1))
+        self._method(None if torch.compiler.is_dynamo_compiling() else sys._getframe(1))
 
 
 def _full(tensor: Tensor) -> Tensor:

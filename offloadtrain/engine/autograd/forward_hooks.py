@@ -28,7 +28,7 @@ from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors, are_covered
 from offloadtrain.engine.autograd.selective import Policy, engine_code
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.checks import ModelError, has_compiled, version_of
+from offloadtrain.engine.checks import ModelError, has_compiled
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lanes, Span
 from offloadtrain.step.program.streaming import StreamError
@@ -59,8 +59,8 @@ class _Running(NamedTuple):
     blocks: tuple[Block, ...]
     outside: tuple[Block, ...]
     """Streamed blocks whose forward surrounds it."""
-    writes: list[tuple[str, int]]
-    """See `_writes`."""
+    writes: list[list[int]]
+    """Of each block, those into its streamed trained parameters."""
 
 
 @dataclass(slots=True)
@@ -166,7 +166,6 @@ class ForwardHooks:
         hooked.running.append(running)
         self._running.append(running)
 
-    @engine_code
     def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
         """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
         not fired, in a forward that is called past them, or runs again ([Note: Recompute without
@@ -198,14 +197,13 @@ class ForwardHooks:
         self._saved.leave(running.outside)
         if running.pushed is not None:
             self._saved.pop(running.pushed)
-        writes = _writes(running.blocks)
+        written = _written(running.blocks, running.writes)
         # Without a pin the slot may go to another block, whose load waits for compute up to then.
         self._release(running.blocks)
         self._lanes.close_span(running.span)
-        if writes != running.writes:
-            name = next(name for name, count in writes if (name, count) not in running.writes)
+        if written is not None:
             raise ModelError(
-                f"parameter '{name}' was written in the forward of '{hooked.name}', whose "
+                f"parameter '{written}' was written in the forward of '{hooked.name}', whose "
                 "weights are on the device only meanwhile: the write is lost. Write after step(), "
                 "or leave the block on the device (resident_blocks, keep_whole)"
             )
@@ -315,10 +313,17 @@ class ForwardHooks:
         return self._hooked[module]
 
 
-def _writes(blocks: Sequence[Block]) -> list[tuple[str, int]]:
-    """Return the names of streamed trained parameters, with how often each was written."""
-    slots = (slot for block in blocks if block.streamed for b in block.buckets for slot in b.slots)
-    return [(slot.name, version_of(slot.param)) for slot in slots]
+def _writes(blocks: Sequence[Block]) -> list[list[int]]:
+    return [block.writes.read() for block in blocks if block.streamed]
+
+
+def _written(blocks: Sequence[Block], writes: Sequence[Sequence[int]]) -> str | None:
+    """Return the name of a streamed parameter that was written since `_writes`, if there is one."""
+    streamed = (block for block in blocks if block.streamed)
+    for block, counts in zip(streamed, writes, strict=True):
+        for param in block.writes.since(counts):
+            return next(s.name for b in block.buckets for s in b.slots if s.param is param)
+    return None
 
 
 def _inside_streamed(streamed: Sequence[Block]) -> dict[nn.Module, list[Block]]:

@@ -74,7 +74,7 @@ class _Enter(_Hook):
         watcher = self._watcher()
         if watcher is None:
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             _uncompiled(watcher.enter, module)
         else:
             watcher.enter(module, frame=sys._getframe(1))
@@ -87,7 +87,7 @@ class _EnterInside(_Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        watcher = None if torch.compiler.is_compiling() else self._watcher()
+        watcher = None if torch.compiler.is_dynamo_compiling() else self._watcher()
         if watcher is not None and watcher.enter_inside(module, sys._getframe(1)):
             leave = _Leave(watcher)
             leave.handle = module.register_forward_hook(leave, always_call=True)
@@ -108,7 +108,7 @@ class _Leave(_Hook):
         watcher = self._watcher()
         if watcher is None:
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             _uncompiled(watcher.leave, module)
         else:
             watcher.leave(module)

@@ -82,7 +82,15 @@ class Reading:
         Raises:
             StaleGraphError: they were replaced since the graph was built.
         """
-        self.block.unpacked(self.generation, self.clock)
+        block, graphs = self.block, self.block.graphs
+        # Nearly always the node before has read the same block: nothing is left to do.
+        if (
+            self.generation == graphs.generation
+            and self.generation in graphs.spans
+            and block.source.is_at(block, self.clock)
+        ):
+            return
+        block.unpacked(self.generation, self.clock)
 
     def __del__(self) -> None:
         self.block.graphs.released(self.generation)
@@ -245,10 +253,6 @@ class SavedTensors:
             for bucket in block.all_buckets:
                 self._owners.add(block.views.placeholder(bucket), partial(_raise_absent, block))
 
-    def _owner(self, tensor: Tensor) -> _Owner | None:
-        entry = self._owners.find(tensor)
-        return entry if entry is None or isinstance(entry, tuple) else entry(tensor)
-
     def push(
         self, offloader: Offloader | None = None, frame: FrameType | None = None
     ) -> Chain | None:
@@ -315,9 +319,11 @@ class SavedTensors:
     def pack(self, tensor: Tensor, outer: Hooks | None, offloader: Offloader | None) -> Any:
         """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
         active before."""
-        owner, handle = self._owner(tensor), _HANDLE
+        owner, handle = self._owners.find(tensor), _HANDLE
         if owner is None and type(tensor) is not Tensor and is_distributed(tensor):
-            owner, handle = self._owner(local(tensor)), PartHandle
+            owner, handle = self._owners.find(local(tensor)), PartHandle
+        if owner is not None and not isinstance(owner, tuple):
+            owner = owner(tensor if handle is _HANDLE else local(tensor))
         if owner is not None and tensor.dtype is owner[1].dtype:
             reading = self._reading(owner[0])
             # Autograd does not notice that an upload replaces the weights: the reading does.
@@ -362,7 +368,9 @@ def are_covered() -> bool:
     """Tell whether hooks of the user's, not of a recompute, are over an engine's: they would get
     weights of a streamed block as they are, and keep views of a slot that others get."""
     top = _top_hooks()
-    return top is not None and _innermost() is None and not in_checkpoint()
+    if top is None or isinstance(getattr(top[0], "__self__", None), Chain):
+        return False
+    return not in_checkpoint()
 
 
 def _top_hooks() -> Hooks | None:

@@ -72,7 +72,7 @@ def engine_code(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():  # it sees through casts, and no mode does there
+        if torch.compiler.is_dynamo_compiling():  # it sees through casts, and no mode does there
             return method(*args, **kwargs)
         previous = _THREAD.is_engine
         try:

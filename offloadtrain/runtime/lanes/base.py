@@ -192,6 +192,8 @@ class Lanes(ABC):
         self._last: dict[Lane, str] = {}
         self.loads_cross_bus = True
         """Streamed weights come from the host; false where they come from shards on the device."""
+        self.copies_block = False
+        """The host's memory is not page-locked: a copy returns when it is done."""
         self.poison = False
         """For tests: fill the ranges of `alloc` with NaN, so that a stale read shows."""
 

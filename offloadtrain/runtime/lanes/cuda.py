@@ -8,6 +8,9 @@
   too, since it waits for comm. The host thread computes, without the interpreter's lock where the
   kernels are native; the threads of the disk move memory to it and from it. The others launch
   copies, collectives and the device's part of updates onto their streams.
+* A load whose lane's thread has nothing to do, and whose waits are for events that are issued, is
+  launched by the launching thread itself: it blocks nowhere, and the other thread would only get
+  the interpreter's lock when this one stops for it.
 * A stream cannot wait for CPU work that has not happened, and a wait for a CUDA event that was
   never recorded is a silent no-op. So a waiting thread first blocks until the event is *issued*
   (for lanes without a stream: has happened), then makes its stream wait for the rest.
@@ -112,18 +115,17 @@ class CudaLanes(QueuedLanes):
         # blocking: the host thread sleeps in synchronize() and leaves its core to Adam.
         event = StreamEvent(lane, torch.cuda.Event(blocking=True), self._host.make_flag())
         worker = self._workers.get(lane)
+        # After the waits too: whoever waits for this event counts on them.
+        if worker is not None and self._awaited[lane]:
+            self._put(lane, worker, lambda: None)
         # `always`: set after a failure too, or a thread that waits for it would never end.
-        if worker is None:
+        if worker is None or self._launches_itself(lane, worker):
             self._issue(event, lane)
         else:
-            # After the waits too: whoever waits for this event counts on them.
-            if self._awaited[lane]:
-                self._put(lane, worker, lambda: None)
             worker.put(lambda: self._issue(event, lane), always=True)
         return event
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        self._failure.check()
         event = StreamEvent.own(event)
         worker = self._workers.get(lane)
         # A lane with a thread waits there: what is after the wait in its queue is held back, and
@@ -154,20 +156,28 @@ class CudaLanes(QueuedLanes):
     def _put(self, lane: Lane, worker: Worker, task: Callable[[], object]) -> None:
         """Queue a task of a lane with a thread after the waits since the last one."""
         awaited = self._awaited[lane]
-        if not awaited:
-            # From here on the queue owns the operands; this thread goes on to launch.
-            worker.put(task)
-            return
-        self._awaited[lane] = []
+        is_direct = self._launches_itself(lane, worker)
+        if awaited:
+            self._awaited[lane] = []
+        # From here on the queue owns the operands; this thread goes on to launch.
+        put = worker.run if is_direct else worker.put
+        put(partial(self._run_after, lane, awaited, task) if awaited else task)
 
-        def run_after_waits() -> None:
-            for event in awaited:
-                self._stream_wait(lane, event)
-            # A lane that failed has set the flag too: nothing runs after it.
-            if self._failure.error is None:
-                task()
+    def _run_after(
+        self, lane: Lane, awaited: Sequence[StreamEvent], task: Callable[[], object]
+    ) -> None:
+        for event in awaited:
+            self._stream_wait(lane, event)
+        # A lane that failed has set the flag too: nothing runs after it.
+        if self._failure.error is None:
+            task()
 
-        worker.put(run_after_waits)
+    def _launches_itself(self, lane: Lane, worker: Worker) -> bool:
+        """Tell whether this thread launches an operation of a lane with a thread: it can do so
+        without blocking, and all before it are launched."""
+        if lane is not Lane.LOAD or worker.pending() or self.copies_block:
+            return False
+        return all(event.issued.is_set() for event in self._awaited[lane])
 
     def _queue_waits(self, queue: LaneQueue, event: StreamEvent) -> None:
         # On the queue's thread: for a copy, it blocks on the CUDA event itself.

@@ -71,7 +71,8 @@ class Worker:
         """`begin`: run first on the thread."""
         self._failure = failure
         self._begin = begin
-        self._runs = False
+        self._num_queued = self._num_done = 0
+        """Tasks; each number is written by one thread."""
         self._tasks: queue.SimpleQueue[tuple[_Task, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"offloadtrain-{name}", daemon=True)
         self._thread.start()
@@ -79,11 +80,12 @@ class Worker:
     def put(self, task: _Task, *, always: bool = False) -> None:
         """Queue a task; `always`: run it after a failure, too (it sets an event)."""
         # The queue owns the task, and with it the tensors that it uses, until it has run.
+        self._num_queued += 1
         self._tasks.put((task, always))
 
     def pending(self) -> int:
         """Return the number of queued tasks, with the one that runs."""
-        return self._tasks.qsize() + self._runs
+        return self._num_queued - self._num_done
 
     def end(self) -> None:
         """Run the queued tasks, then stop the thread."""
@@ -95,15 +97,15 @@ class Worker:
 
     def _run(self) -> None:
         if self._begin is not None:
-            self._try(self._begin)
+            self.run(self._begin)
         while (entry := self._tasks.get()) is not None:
             task, always = entry
             if self._failure.error is None or always:
-                self._runs = True
-                self._try(task)
-                self._runs = False
+                self.run(task)
+            self._num_done += 1
 
-    def _try(self, task: _Task) -> None:
+    def run(self, task: _Task) -> None:
+        """Run a task now, on the calling thread."""
         # The next call of the launching thread raises it.
         try:
             task()

@@ -162,10 +162,10 @@ class Streaming:
         return next((slot for slot in self._slots_of[block] if self.slots[slot] is None), None)
 
     def _load_ahead(self, pinned: Collection[str]) -> None:
-        resident = [self._number[block] for block in self.resident]
-        fixed = [self._number[block] for block in self.resident if block in pinned]
+        resident = {block: self._number[block] for block in self.resident}
+        fixed = [resident[block] for block in pinned if block in resident]
         future = self.access_order.future
-        for number, leaving in prefetches(resident, fixed, future, self._pools):
+        for number, leaving in prefetches(resident.values(), fixed, future, self._pools):
             if leaving is not None:
                 self.drop(self._blocks[leaving])
             block = self._blocks[number]

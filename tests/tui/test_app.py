@@ -174,8 +174,9 @@ def test_runs_are_opened_and_drawn_over_each_other(tmp_path: Path) -> None:
                 app.settle()
             assert [other.name for other in app.shown.other_runs] == ["20260101-000000-first"]
             await press("5")
-            labels = [c.label for c in app.query_one("#plots-loss", Chart).plot.curves]
-            assert "000000-first" in labels
+            curves = app.query_one("#plots-loss", Chart).plot.curves
+            assert [curve.label for curve in curves] == ["mean", "step", "val", "mean"]
+            assert "overlaid: ━━ 20260101-000000-first" in text(app)
             await press("9", "enter")
             assert app.shown.snapshot.name == "20260101-000000-first"
             await press("r")

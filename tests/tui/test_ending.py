@@ -128,7 +128,7 @@ def test_runs_on_the_command_line_are_overlaid_and_listed(tmp_path: Path) -> Non
     async def test() -> None:
         async with watching(first, second) as (app, press):
             assert [run.name for run in app.shown.other_runs] == ["second"]
-            assert "overlaid: ━━ second" in text(app), "the legend of every chart"
+            assert "overlaid: ━━ second loss " in text(app), "the legend of every chart"
             await press("9")
             listed = text(app)
             assert "▶  first" in listed and "+  second" in listed

@@ -155,7 +155,7 @@ def test_a_long_log_has_its_extremes_in_little_memory() -> None:
     assert max(most[20:]) == 106 << 10
     newest = log.at(math.inf)
     assert newest is not None and newest.time_s == 3 * MOST - 1
-    assert len(log._columns.times) <= MOST
+    assert len(log.rows) <= MOST
 
 
 def test_odd_sizes_are_unknown() -> None:

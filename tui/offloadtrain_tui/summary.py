@@ -171,7 +171,8 @@ def when(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     for number, other in enumerate(shown.other_runs):
         text.append(" " if number else f"{chr(10) if text else ''} overlaid: ", "dim")
         color = colors.get(RUN_COLORS[number % len(RUN_COLORS)], "")
-        text.append(f"━━ {clean(other.name)}", f"bold {color}")
+        name = f"━━ {clean(other.name)}"
+        text.append(name, f"bold {color}").append(f" loss {newest_loss(other.first)} ")
     alerts = shown.view.active_alerts()
     if alerts and ending:
         text.append(f"{chr(10) if text else ''} alerts at its end:", "dim")

@@ -14,7 +14,7 @@ _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _TEXT = re.compile(
     r'<text class="(\S+)" x="([\d.]+)" (y="\S+") textLength="\S+" (clip-path="\S+")>([^<]*)</text>'
 )
-_WORD = re.compile("[\u2800-\u28ff]|[^\\s\u2800-\u28ff]+")
+_WORD = re.compile("( *)([\u2800-\u28ff]|[^\\s\u2800-\u28ff]+)")
 """Braille one by one: it is of another font, in which characters have another width."""
 _COLUMN = 12.2
 """Width of a character in Rich's SVG, in pixels."""
@@ -27,19 +27,23 @@ def portable(svg: str) -> str:
     librsvg drops spaces at the ends of a text and does not stretch one to its `textLength`.
     """
     fonts = "font-family: 'Fira Code', 'DejaVu Sans Mono', Menlo, Consolas, monospace"
-    svg = _FONTS.sub("", svg).replace("font-family: Fira Code, monospace", fonts)
+    svg = (
+        _FONTS.sub("", svg)
+        .replace("&#160;", " ")
+        .replace("font-family: Fira Code, monospace", fonts)
+    )
     return _TEXT.sub(_words, svg)
 
 
 def _words(match: re.Match[str]) -> str:
     css, x, y, clip, text = match.groups()
-    text = text.replace("&#160;", " ")
     words = []
     for word in _WORD.finditer(text):
-        column = cell_len(unescape(text[: word.start()]))
-        at, length = float(x) + column * _COLUMN, cell_len(unescape(word[0])) * _COLUMN
-        words.append(f'<tspan x="{at:g}" textLength="{length:g}">{word[0]}</tspan>')
-    return f'<text class="{css}" {y} {clip}>{"".join(words)}</text>' if words else ""
+        column = cell_len(unescape(text[: word.start(2)]))
+        at, length = float(x) + column * _COLUMN, cell_len(unescape(word[2])) * _COLUMN
+        # A space is for who copies the text; it takes no column.
+        words.append(f'{word[1][:1]}<tspan x="{at:g}" textLength="{length:g}">{word[2]}</tspan>')
+    return f'<text class="{css}" {y} {clip}>{"".join(words)} </text>' if words else ""
 
 
 def write(path: Path, svg: str) -> str:

@@ -84,7 +84,8 @@ def lane_word(lane: str, start: schema.RunStarted | None) -> str:
     rule = start.plan.get("update_rule") if start else None
     if lane == "host" and isinstance(rule, str) and not rule.startswith("Adam"):
         return f"CPU {rule}"
-    return (_LANES | _LANES_ON_CPU if is_on_cpu(start) else _LANES).get(lane, lane)
+    # Before the log begins the device is not known.
+    return (_LANES if start and not is_on_cpu(start) else _LANES | _LANES_ON_CPU).get(lane, lane)
 
 
 def percent(share: float) -> str:

@@ -497,8 +497,9 @@ class RunLog:
         measured_rates = config.device.machine.endswith(".toml")
         hindsight = Hindsight(context.plan, measured_rates=measured_rates)
         scaling = optimizer.working_dtype is torch.float16
-        on_cpu = optimizer.device.type == "cpu"
-        self._training = _Training(memory, hindsight, start.peak_flops, scaling, on_cpu)
+        self._training = _Training(
+            memory, hindsight, start.peak_flops, scaling, on_cpu=optimizer.device.type == "cpu"
+        )
         for code, message in start.warnings():
             self.warn(code, message)
         if optimizer.device.type == "cuda" and config.offload.memory.pin and not optimizer.pinned:

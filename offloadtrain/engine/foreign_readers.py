@@ -32,6 +32,7 @@ from offloadtrain.engine.parameters import (
     observe,
     past_the_class,
     release,
+    set_unready,
 )
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.engine.weights import WeightsIO
@@ -71,7 +72,8 @@ class ParameterReaders:
         observe((param for _, param in self._named), self)
         # The first read of each block reports it: weights go up in the order of the first reads.
         for block in engine.residency.blocks.values():
-            block.views.set_ready(ready=False)
+            set_unready(block.views.params)
+            block.views.ready = False
 
     def remove(self) -> None:
         """Make them ordinary parameters again."""

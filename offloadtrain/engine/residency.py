@@ -27,13 +27,12 @@ _log = logging.getLogger(__name__)
 class Resident:
     """The source of blocks that stay on the device: compute waits for an upload, never a load."""
 
-    def __init__(self, use: Callable[..., None]) -> None:
-        """`use`: tells the program of a use, by the block's name."""
-        self._use = use
+    def __init__(self, residency: Residency, program: Program) -> None:
+        self._residency, self._program = residency, program
 
     def use(self, block: Block, *, expected: bool = True) -> None:
         # Compute waits for the block's own upload; later blocks' uploads run during its forward.
-        self._use(block.name)
+        self._residency.interpreter.run(self._program.use, block.name)
         block.views.set_ready(ready=True)
 
     def unpacked(self, block: Block, clock: int) -> None:
@@ -62,7 +61,7 @@ class Residency:
     def __init__(self, blocks: Sequence[Block], program: Program, memory: MemoryMap) -> None:
         self.stationary: list[Block] = []
         self.streamed: list[Block] = []
-        resident = Resident(lambda name: self.interpreter.run(program.use, name))
+        resident = Resident(self, program)
         for block in blocks:
             (self.streamed if block.streamed else self.stationary).append(block)
             block.source = self if block.streamed else resident

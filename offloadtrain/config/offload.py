@@ -165,10 +165,9 @@ class StateOptions(OptionGroup):
         offloaded; a share such as {"device": 0.3}: that of the first blocks of the forward is on
         the device, and the next forward runs over them while the host updates the others; "auto":
         the largest share that `device_memory_limit` holds; without one, what the GPU has room for
-        once its peak is stable; in a job what its plan decides. Streamed weights have their state
-        on the host. "disk", or a share: masters and moments are in a file, and a few buckets of
-        them on the host while it updates them; for update modes "exact" and "delayed". The same
-        bits everywhere on the CPU.""",
+        when its peak is stable; in a job what its plan decides. Streamed weights have it on the host.
+        "disk", or a share: masters and moments are in a file, and a few buckets of them on the host
+        while it updates them; not in mode "speculative". The same bits everywhere on the CPU.""",
         name="state_on",
     )
     seed: int = option(0, 'seed of stochastic rounding in "split16" and "int8".')

@@ -165,7 +165,7 @@ class StateOptions(OptionGroup):
         offloaded; a share such as {"device": 0.3}: that of the first blocks of the forward is on
         the device, and the next forward runs over them while the host updates the others; "auto":
         the largest share that `device_memory_limit` holds; without one, what the GPU has room for
-        when its peak is stable; in a job what its plan decides. Streamed weights have it on the host.
+        when its peak is stable; in a job what the plan decides. Streamed weights: on the host.
         "disk", or a share: masters and moments are in a file, and a few buckets of them on the host
         while it updates them; not in mode "speculative". The same bits everywhere on the CPU.""",
         name="state_on",

@@ -40,6 +40,7 @@ _REFUSED = (1, _WORDLESS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 def main() -> int:
     """Run a command and return its exit code; under a limit of memory in a child. Ranks have a
     parent already, which is their launcher or torchrun."""
+    _replace_closed_streams()
     try:
         if host_memory.has_rlimit() and "RANK" not in os.environ:
             return watched(_command)
@@ -48,6 +49,15 @@ def main() -> int:
         if not host_memory.is_out_of_memory(error):
             raise
         return _refused(error)
+
+
+def _replace_closed_streams() -> None:
+    """Connect the streams that a shell or a daemon has closed (`>&-`) to the null device. Otherwise
+    the next file to be opened gets such a number, and what libraries print is written into it."""
+    for name in ("stdin", "stdout", "stderr"):  # in this order: open takes the lowest number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+            os.set_inheritable(getattr(sys, name).fileno(), True)
 
 
 def _command() -> int:

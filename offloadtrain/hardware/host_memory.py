@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.errors import HostMemoryError, InputError
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware import cgroup
 
@@ -131,7 +131,7 @@ def stated_bytes() -> int | None:
     It is for virtual machines whose memory grows on demand: the kernel knows the current size only.
 
     Raises:
-        HostMemoryError: it is not a size.
+        InputError: it is not a size.
     """
     text = os.environ.get(HOST_MEMORY_VARIABLE, "")
     if not text:
@@ -139,7 +139,7 @@ def stated_bytes() -> int | None:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise HostMemoryError(f"{HOST_MEMORY_VARIABLE}: {error}") from None
+        raise InputError(f"{HOST_MEMORY_VARIABLE}: {error}") from None
 
 
 def _meminfo_available() -> int:

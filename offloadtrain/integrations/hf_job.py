@@ -113,14 +113,16 @@ def config_of(values: Mapping[str, Any]) -> Any:
 def empty_model(config: Any, lora: Lora | None) -> Any:
     """Return the model of a configuration, with adapters, on the meta device."""
     import transformers
+    from transformers.initialization import no_init_weights
 
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ConfigError(
             f"model.hf: transformers has no causal language model of type {config.model_type}. "
             "ot.offload trains any model in a loop of your own, and ot.plan_model plans it"
         )
-    with reading(config.name_or_path), torch.device("meta"):
+    with reading(config.name_or_path), torch.device("meta"), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # which is left out with the initial values
     if (count := sum(param.numel() for param in model.parameters())) > MOST_PARAMS:
         raise ConfigError(
             f"model.hf: its config.json describes a model of {count:,} parameters, and at most "

@@ -133,6 +133,14 @@ def test_an_environment_that_no_launcher_made_is_reported_in_one_line(
             assert message in refused(capsys, ["train", "job.toml"], 2)
 
 
+@pytest.mark.parametrize("size", ["-1", "nan", "1e9999GiB"])
+def test_stated_memory_that_is_no_size_is_wrong_input(
+    size: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", size)
+    assert f"OFFLOADTRAIN_HOST_MEMORY: '{size}'" in refused(capsys, ["plan", "debug"], 2)
+
+
 OF_NO_TYPE = ("{x = 1}", "1979-05-27", "[[1]]", "[{x = 1}]")
 """A table, a date, lists of types that no key lists."""
 LARGE = (NINES, f"-{NINES}", f"1e{NINES}", "nan", "-inf", HOSTILE)

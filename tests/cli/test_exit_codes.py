@@ -279,3 +279,22 @@ def _run_of_a_step(folder: Path) -> Path:
     sets = ["--set", "train.steps=1", "--run-dir", str(folder / "run")]
     assert main(["train", str(job_file(folder)), *sets]) == 0
     return folder / "run"
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", ">&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_the_null_device(closed: str, tmp_path: Path) -> None:
+    """Else what libraries print is written into the file that was opened next."""
+    program = (
+        "import os, pathlib, sys; from offloadtrain.__main__ import main; sys.argv = ['', 'ls']; "
+        "code = main(); assert code == 0, code; "
+        "names = [os.readlink(f'/proc/self/fd/{number}') for number in range(3)]; "
+        "pathlib.Path(sys.argv_out).write_text(' '.join(names))"
+    ).replace("sys.argv_out", repr(str(tmp_path / "names")))
+    shell = f'exec "$0" -c "$1" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable, program], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    names = (tmp_path / "names").read_text().split()
+    numbers = [n for n, sign in enumerate(("<&-", ">&-", "2>&-")) if sign in closed.split()]
+    assert [names[number] for number in numbers] == ["/dev/null"] * len(numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.errors import HostMemoryError, InputError
 from offloadtrain.hardware import host_memory, telemetry
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneEvent, SequentialLanes, copy
@@ -87,5 +87,5 @@ def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host_memory, "_cgroups", lambda: [host_memory.Room(1 << 20, "memory.max")])
     assert host_memory.available_bytes() == 1 << 20
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "much")
-    with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY: 'much' is not a size"):
+    with pytest.raises(InputError, match="OFFLOADTRAIN_HOST_MEMORY: 'much' is not a size"):
         host_memory.available_bytes()

@@ -118,7 +118,8 @@ def _longest(none: Run, kinds: Sequence[int]) -> Run:
     It begins where that one does, or later."""
     best = none
     for period in range(1, _LONGEST_UNIT + 1):
-        for start in range(none.start, len(kinds)):
+        start = none.start
+        while start < len(kinds):
             # How often the pattern that begins there comes.
             end = start + period
             while end < len(kinds) and kinds[end] == kinds[end - period]:
@@ -126,6 +127,7 @@ def _longest(none: Run, kinds: Sequence[int]) -> Run:
             run = replace(none, start=start, period=period, units=(end - start) // period)
             if len(run.skipped) > len(best.skipped):
                 best = run
+            start = end - period + 1  # a run that begins inside of this one is no longer
     return best
 
 

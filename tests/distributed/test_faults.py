@@ -164,6 +164,10 @@ def test_nproc_stops_on_request_and_continues(job: Path, tmp_path: Path) -> None
     assert started.ended() == 75, started.text
     stopped = events_of(run, schema.RunEnded)[-1]
     assert stopped.status == "stopped"
+    status = subprocess.run(
+        [sys.executable, "-m", "offloadtrain", "status", run], capture_output=True
+    )
+    assert b"resolved.toml --nproc 2 --resume" in status.stdout, "as many ranks go on"
     last = stopped.step + 2
     resumed = Job.start(job, run, "--resume", str(run), "--set", f"train.steps={last}")
     assert resumed.ended() == 0, resumed.text

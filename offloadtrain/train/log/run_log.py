@@ -125,6 +125,7 @@ class _RunStart:
             backend=asdict(kernels.backend()),
             machine=asdict(self.machine),
             start_step=self.step,
+            world_size=context.ranks.world_size,
             peak_flops=self.peak_flops,
         )
 

@@ -441,6 +441,14 @@ def test_what_a_model_cannot_do_is_not_tried_and_an_answer_is_printed(
     assert "not tried: the loss of Gemma3ForCausalLM cannot be computed in" in record.message
 
 
+def test_a_sequence_longer_than_a_usual_step_is_a_step() -> None:
+    """Of a question; on each rank as many."""
+    for ranks in (1, 2):
+        keys = ("data.seq_len=131072",)
+        job = question.asked("a", "hf", "Llama-3.2-3B", keys, ranks, lambda line: None).job
+        assert (job.train.micro_batch, job.batch_tokens) == (ranks, ranks * 131072)
+
+
 @pytest.mark.slow
 def test_models_and_machines_are_answered_in_a_table(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch

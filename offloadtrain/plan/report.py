@@ -260,7 +260,8 @@ def _step(plan: Plan) -> str:
     if plan.job.offload.activations.recomputes and not has_adapters:
         again = f" of {100 * step.forward_again:.0f} % of the forward"
     if step.mfu is not None:
-        mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
+        bits = " in 16 bits" if plan.job.offload.fp8 != "off" else ""
+        mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s{bits}"
     lines.append(
         f"{format_count(step.tokens_per_s)} tokens/s, {step.tflops:.3g} Tflop/s per rank "
         f"(6 N + 12 L d T per token), {step.hardware_tflops:.3g} with recompute{again}{mfu}"

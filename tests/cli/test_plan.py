@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
 from offloadtrain.integrations.hf_job import config_of as config_of_values
 from offloadtrain.integrations.hf_job import empty_model
-from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.search import largest, question, suggest
 from offloadtrain.plan.search.largest import MODELS
-from offloadtrain.train import build
 from offloadtrain.train.build import described, tracer_of
 from tests.small_buffers import small_doctor
 
+command = import_module("offloadtrain.cli.commands.plan")
 Captured = pytest.CaptureFixture[str]
 SMALL = ["--set", "model.size=gpt2-124m", "data.seq_len=512", "offload.precision=fp16"]
 
@@ -441,20 +441,30 @@ def test_what_a_model_cannot_do_is_not_tried_and_an_answer_is_printed(
     assert "not tried: the loss of Gemma3ForCausalLM cannot be computed in" in record.message
 
 
+def test_a_sequence_longer_than_a_usual_step_is_a_step() -> None:
+    """Of a question; on each rank as many."""
+    for ranks in (1, 2):
+        keys = ("data.seq_len=131072",)
+        job = question.asked("a", "hf", "Llama-3.2-3B", keys, ranks, lambda line: None).job
+        assert (job.train.micro_batch, job.batch_tokens) == (ranks, ranks * 131072)
+
+
+def test_a_model_of_a_table_is_traced_once_for_all_gpus(tmp_path: Path) -> None:
+    folder, traces = str(config_of(tmp_path / "llama", "llama")), command.Traces()
+    job = question.asked("llama", "hf", folder, (), 1, lambda line: None).job
+    first, second = (
+        command._described(job, find(name)[1], 1, traces)[1] for name in ("rtx4090", "h100")
+    )
+    assert first is second is not None
+
+
 @pytest.mark.slow
-def test_models_and_machines_are_answered_in_a_table(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one by one; what cannot be planned has its reason, and the others are answered. A model
-    has one tracer on all GPUs."""
+def test_models_and_machines_are_answered_in_a_table(tmp_path: Path, capsys: Captured) -> None:
+    """As one by one; what cannot be planned has its reason, and the others are answered."""
     folder, absent = config_of(tmp_path / "llama", "llama"), tmp_path / "absent"
     machines = ("rtx4090", "t4")
     arguments = ("--hf", absent, folder, "--machine", *machines, *SMALL_HF)
-    tracers = []
-    with monkeypatch.context() as patched:
-        patched.setattr(build, "HfTrace", lambda *of: tracers.append(HfTrace(*of)) or tracers[-1])
-        lines = printed(capsys, *arguments).splitlines()
-    assert len(tracers) == 1
+    lines = printed(capsys, *arguments).splitlines()
     rows = as_json(capsys, *arguments)["rows"]
     assert len(lines) == 1 + len(rows) == 5
     places = [(Path(row["model"]).name, row["machine"]) for row in rows]

@@ -311,7 +311,11 @@ def test_block_inputs_that_have_room_are_not_moved_to_a_host_that_is_short(
         few = nearest(config, "test", short, 1)
         assert tried and "offload" not in tried
         with monkeypatch.context() as patched:
-            patched.setattr(suggest, "_promising", suggest._candidates)
+            patched.setattr(
+                suggest,
+                "_promising",
+                lambda *of, largest_only=False, **more: suggest._candidates(*of, **more),
+            )
             assert [change.keys for change in nearest(config, "test", short, 1)] == [
                 change.keys for change in few
             ]

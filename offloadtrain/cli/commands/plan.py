@@ -226,8 +226,7 @@ def plan(
         planned, alternatives, trace = _planned(config, name, target, gpus, compare=compare)
     else:
         answer, trace = _answer(question, name, target, gpus, count)
-        if save:
-            _save(answer, save)
+        _save(answer, save)
         planned, alternatives = answer.shown(as_json=as_json)
     run = run_cost(planned, tokens=count, price=of_run.hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
@@ -375,7 +374,13 @@ def _answer(
 
 
 def _save(answer: Answer, path: str) -> None:
-    """Raises ConfigError: the file exists or cannot be written, or nothing fits."""
+    """Write the job of an answer, if a path is given.
+
+    Raises:
+        ConfigError: the file exists or cannot be written, or nothing fits.
+    """
+    if not path:
+        return
     if not answer.job_text:
         raise ConfigError(f"--save {path}: there is no job to save. {answer.line}")
     try:

@@ -139,7 +139,7 @@ def asked(
 
     # Once to know the model's longest sequence, and what the overrides say.
     origin = f"--{'hf' if key == 'hf' else 'fine-tune'}"
-    probe = jobs.loads(job_text(2, 1, STEP_TOKENS), origin, overrides, lambda line: None)
+    probe = jobs.loads(job_text(2, 1, 0), origin, overrides, lambda line: None)
     length = probe.data.seq_len
     if "data.seq_len" not in fixed:
         length = min(SEQ_LEN, probe.model.max_seq_len)

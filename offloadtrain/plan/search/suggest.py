@@ -196,7 +196,7 @@ def of_each_placement(
     for candidate in (as_it_is, *changes):
         if candidate.plan.fits:
             where = tuple(str(value_of(candidate.plan.job, key)) for key in OFFLOAD)
-            largest[where] = candidate
+            largest.setdefault(where, candidate)  # smaller microbatches follow
     candidates = [change for where, change in largest.items() if not _slower(where, largest)]
     ordered = _fastest(_fast_enough(candidates, most))
     best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0

@@ -17,6 +17,7 @@ import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
 from offloadtrain.engine import promotion
 from offloadtrain.engine.promotion import CHECK_STEPS
+from offloadtrain.runtime import device_memory
 from offloadtrain.runtime.device_memory import MemoryUse
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
@@ -336,3 +337,15 @@ def test_where_nothing_can_move_it_is_said(caplog: pytest.LogCaptureFixture) -> 
     ]
     with pytest.raises(OptionError, match=r"^state_on = 'auto' .* skip_unused, nor with a mesh"):
         trained(0, state_on="auto", skip_unused=["layers.*"])
+
+
+def test_what_driver_and_allocator_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that torch has reserved is not that of others, and its peak counts."""
+    stats = {"reserved_bytes": {"all": {"current": 6 << 30, "peak": 9 << 30}}, "num_ooms": 2}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 << 30, 32 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    device = torch.device("cuda", 0)
+    assert device_memory.memory_use(device) == (32 << 30, 3 << 30, 9 << 30)
+    assert device_memory.failed_allocations(device) == 2
+    assert device_memory.failed_allocations(torch.device("cpu")) == 0
+    assert promotion.reserve_bytes(4 << 30) == 1 << 30 and promotion.reserve_bytes(10**11) == 10**10

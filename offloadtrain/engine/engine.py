@@ -223,8 +223,9 @@ class StepGradients:
         """Wait for the squares of this engine, and send them to the others; see
         `NormMeasure.send`."""
         counter = self.reports.counter
-        scale = counter.undecided_scale
-        return self.norm_measure.send(asker, counter.steps, scale, max_norm, skip=skip)
+        return self.norm_measure.send(
+            asker, counter.steps, counter.undecided_scale, max_norm, skip=skip
+        )
 
 
 class Engine:
@@ -269,8 +270,7 @@ class Engine:
     @property
     def forward_order(self) -> list[Block]:
         """The order in which weights go up: rank 0's, among ranks."""
-        is_single = self._ranks.is_single
-        return self.forward_hooks.forward_order if is_single else self._agreed_order
+        return self.forward_hooks.forward_order if self._ranks.is_single else self._agreed_order
 
     @cached_property
     def _agreed_order(self) -> list[Block]:

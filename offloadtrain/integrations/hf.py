@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""
-        refuse_arguments(self.args)
+        refuse_arguments(self.args, chunked_loss=self.chunked_loss)
         for name, precision in (("fp16_full_eval", "fp16"), ("bf16_full_eval", "bf16")):
             if getattr(self.args, name):
                 if mixed_precision(self.args) != precision:
@@ -301,7 +302,7 @@ _REFUSED: dict[str, str] = {
 """Argument → why any value but its default cannot be honoured."""
 
 
-def refuse_arguments(args: Any) -> None:
+def refuse_arguments(args: Any, *, chunked_loss: bool = False) -> None:
     """Raises ValueError, with a line for each argument that cannot be honoured."""
     problems = [
         f"{name} = {getattr(args, name)!r}: {why}"
@@ -318,8 +319,25 @@ def refuse_arguments(args: Any) -> None:
             f"auto_find_batch_size = True: {args.world_size} processes would go on with different "
             "batch sizes"
         )
+    if args.use_liger_kernel and (why := _refuses_liger(args, chunked_loss)):
+        problems.append(f"use_liger_kernel = True: {why}")
     if problems:
         raise ValueError("these TrainingArguments do not work offloaded:\n" + "\n".join(problems))
+
+
+def _refuses_liger(args: Any, chunked_loss: bool) -> str:
+    """Return why Liger's kernels cannot run in this training; "" if they can."""
+    missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported: pip install 'offloadtrain[fused]'"
+    if args.device.type != "cuda":
+        return f"its kernels are Triton's and need a GPU, and the device is {args.device.type}"
+    if chunked_loss and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        return (
+            "its loss and chunked_loss = True both replace the model's: leave chunked_loss out, or "
+            'set liger_kernel_config = {"fused_linear_cross_entropy": False}'
+        )
+    return ""
 
 
 def mixed_precision(args: Any) -> str:

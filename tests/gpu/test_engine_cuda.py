@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,38 @@ def test_fp8_has_the_bits_of_a_converted_model(recipe: Fp8Recipe, options: dict[
     optimizer = offload(model, test_float8.RULE, precision="bf16", fp8=recipe, **options)
     resident = ResidentOnGpu(copied, torch.bfloat16)
     follow(resident, optimizer, model, [tokens.to(DEVICE) for tokens in batches(4)])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"working": "host", "activation": "recompute"}], ids=str)
+def test_fused_kernels_have_the_bits_of_a_resident_model(options: dict[str, Any]) -> None:
+    """Liger's read weights in kernels of Triton and, in its loss, without the head's call."""
+    if not HAS_GPU or find_spec("liger_kernel") is None:
+        pytest.skip("Liger's kernels need a GPU")
+    transformers = pytest.importorskip("transformers")
+    liger = pytest.importorskip("transformers.integrations.liger")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    copied = copy.deepcopy(model).to(DEVICE)
+    names = [name for name, _ in model.named_parameters()]
+    for each in (model, copied):
+        liger.apply_liger_kernel(each, None)
+    assert [name for name, _ in model.named_parameters()] == names
+    optimizer = offload(model, test_float8.RULE, precision="bf16", **options)
+    resident = ResidentOnGpu(copied, torch.bfloat16)
+
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return result
+
+    for tokens in (batch.to(DEVICE) for batch in batches(4)):
+        (expected,) = resident.step([tokens], loss)
+        value = loss(model, tokens)
+        optimizer.backward(value)
+        optimizer.step()
+        assert value.item() == expected and optimizer.grad_norm == resident.norms[-1]
     optimizer.close()
 
 

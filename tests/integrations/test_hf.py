@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
+import types
 import weakref
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +325,27 @@ def test_arguments_are_refused_by_name() -> None:
         setattr(args, name, value)
         with pytest.raises(ValueError, match=rf"^these .*\n{name} = "):
             refuse_arguments(args)
+
+
+def test_fused_kernels_are_refused_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded: transformers would find it out in the first forward."""
+    args = arguments_of(use_liger_kernel=True)
+    for missing in ("liger_kernel", "triton"):
+        for name in ("liger_kernel", "triton"):
+            module = types.ModuleType(name)
+            module.__spec__ = ModuleSpec(name, None)
+            monkeypatch.setitem(sys.modules, name, None if name == missing else module)
+        with pytest.raises(ValueError, match=f"\\nuse_liger_kernel = True: {missing} cannot"):
+            refuse_arguments(args)
+    monkeypatch.setitem(sys.modules, "triton", sys.modules["liger_kernel"])
+    with pytest.raises(ValueError, match=r"need a GPU, and the device is cpu"):
+        refuse_arguments(args)
+    monkeypatch.setattr(type(args), "device", torch.device("cuda", 0))
+    refuse_arguments(args)
+    with pytest.raises(ValueError, match=r"and chunked_loss = True both replace"):
+        refuse_arguments(args, chunked_loss=True)
+    args.liger_kernel_config = {"fused_linear_cross_entropy": False}
+    refuse_arguments(args, chunked_loss=True)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -258,3 +259,20 @@ def test_a_failed_offload_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ot.HostMemoryError):
         ot.offload(model, RULE, device="cpu", fp8="tensorwise", host_memory_limit=1000)
     assert list(model.modules()) == modules
+
+
+class _Named(nn.Linear):
+    """A linear layer of a class of the user's."""
+
+
+def test_copies_and_pickles_compute_in_fp8_too() -> None:
+    model = made()
+    model.layers[0].up.__class__ = _Named
+    optimizer = ot.offload(model, RULE, device="cpu", fp8="tensorwise", working="host")
+    (tokens,) = batches(1)
+    expected = model(tokens)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(copied.layers[0].up, _Named)
+        assert type(copied.layers[0].up) is type(model.layers[0].up)
+        assert torch.equal(copied(tokens), expected)
+    optimizer.close()

@@ -255,3 +255,27 @@ def test_pieces_of_other_memory_formats(monkeypatch: pytest.MonkeyPatch) -> None
     optimizer.synchronize()
     for name, param in model.named_parameters():
         assert torch.equal(param, resident.params[name]), name
+
+
+def test_a_block_that_two_forwards_read_is_used_twice_in_backward() -> None:
+    """Also where it has kept its slot since the read of the later forward."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4)]
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number in (0, 1, 0, 2, 3, 2):
+                x = self.layers[number](x)
+            return x
+
+    model = Shared()
+    optimizer = ot.offload(model, ot.AdamW(), device="cpu", precision="fp32", working="host")
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+    order = optimizer._engine.program.streaming.access_order.future
+    assert list(order) == [0, 1, 0, 2, 3, 2, 3, 2, 0, 1, 0]
+    optimizer.close()

@@ -109,7 +109,19 @@ def _class_of(converted: Any, original: Any) -> Any:
     the compiler makes code per class."""
     if issubclass(converted, original):
         return converted
-    return type(f"Float8{original.__name__}", (converted, original), {})
+
+    def reduce(module: nn.Module, protocol: object) -> Any:
+        # A pickle finds a class by its name, and this one has none in any file.
+        return _instance, (converted, original), module.__dict__
+
+    attributes = {"__reduce_ex__": reduce}
+    return type(f"Float8{original.__name__}", (converted, original), attributes)
+
+
+def _instance(converted: Any, original: Any) -> Any:
+    """Return a converted module without attributes, for copies and pickles of one."""
+    kind = _class_of(converted, original)
+    return kind.__new__(kind)
 
 
 @contextmanager

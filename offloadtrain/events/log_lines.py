@@ -9,7 +9,6 @@ field annotated `float` is read back from that.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -117,14 +116,8 @@ def as_dict(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
-_HALF = re.compile(r"(\\\\|\\ud[89ab]\w\w\\ud[c-f]\w\w)|\\ud[89a-f]\w\w")
-"""A surrogate without the other half, as in a path that is not UTF-8: strict readers refuse the
-line. What is in the group remains: a backslash of the text, a complete pair."""
-
-
 def _dumps(values: dict[str, Any]) -> bytes:
-    line = json.dumps(values, separators=(",", ":"), default=_plain, allow_nan=False)
-    return _HALF.sub(lambda match: match[1] or r"\ufffd", line).encode()
+    return json.dumps(values, separators=(",", ":"), default=_plain, allow_nan=False).encode()
 
 
 def _plain(value: Any) -> Any:

@@ -195,7 +195,7 @@ def plan(
         Print one JSON object.
     """
     # A model has many small objects: looking at them again after every 700 new ones, as Python
-    # does, takes a third of the plan of a deep model.
+    # does, takes a quarter of the plan of a deep model.
     gc.set_threshold(20_000)
     from offloadtrain.plan.run_cost import run_cost
 

@@ -180,7 +180,7 @@ class Costs:
                 kernels = replace(KERNELS, fp8=in_fp8 and block.repeated)
                 alone = traced_seconds(traced.blocks[block.name], *where, kernels)
                 times[block.name] = self.parts.added(alone, block)
-            # Of frozen parts that stay on the device, and of adapters' backward through them. In the
+            # Of frozen parts on the device, and of adapters' backward through them. In the
             # first block: a simulation of fewer layers leaves out the last ones.
             first = self.spec.blocks[0].name
             for name in traced.blocks.keys() - times.keys():

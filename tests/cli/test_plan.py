@@ -21,6 +21,8 @@ from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
 from offloadtrain.integrations.hf_job import config_of as config_of_values
 from offloadtrain.integrations.hf_job import empty_model
+from offloadtrain.plan.costs.costs import KERNELS, Costs
+from offloadtrain.plan.costs.device_time import traced_seconds
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.search import largest, question, suggest
 from offloadtrain.plan.search.largest import MODELS
@@ -447,6 +449,21 @@ def test_a_sequence_longer_than_a_usual_step_is_a_step() -> None:
         keys = ("data.seq_len=131072",)
         job = question.asked("a", "hf", "Llama-3.2-3B", keys, ranks, lambda line: None).job
         assert (job.train.micro_batch, job.batch_tokens) == (ranks, ranks * 131072)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_the_frozen_parts_beside_adapters_take_their_time(tmp_path: Path) -> None:
+    """The head's, and those of backward through frozen weights, in none of the trained blocks."""
+    folder, (name, machine) = str(config_of(tmp_path / "llama", "llama")), find("rtx3060")
+    job = question.asked("a", "hf", folder, ("model.lora={r = 4}",), 1, lambda line: None).job
+    config, trace = command._described(job, machine, 1)
+    placed = make(config, name, machine, 1, trace).placed
+    assert placed.traced is not None and len(placed.traced.blocks) > len(placed.spec.blocks)
+    tokens = placed.config.train.micro_batch * placed.config.data.seq_len
+    traced, computed = placed.traced.blocks.values(), Costs(placed, machine).computed.values()
+    every = [traced_seconds(cost, tokens, machine, "bf16", KERNELS) for cost in traced]
+    seconds = sum(block.forward + block.backward for block in computed)
+    assert seconds == pytest.approx(sum(each.forward + each.backward for each in every))
 
 
 def test_a_model_of_a_table_is_traced_once_for_all_gpus(tmp_path: Path) -> None:

@@ -231,6 +231,15 @@ def test_waits_of_compute_name_the_operation_that_ended_them() -> None:
     assert [(w.start_ms, w.duration_ms, w.name) for w in waits_of(logged)] == [(4, 3, "h2d 1")]
 
 
+def test_a_path_that_is_not_utf8_is_read() -> None:
+    """Python's halves of surrogate pairs stand for its bytes; numbers that are none stay unread."""
+    line = b'{"v":1,"k":"warning","t":5.0,"m":1,"r":0,"code":"x","message":"caf\\udce9","step":%s}'
+    history = History()
+    history.feed_lines([line % b"3", line % b"NaN"])
+    (warning,) = history.moments.values
+    assert ("caf\ufffd" in warning.text, history.unreadable) == (True, 1)
+
+
 def test_lines_that_are_no_records_are_counted() -> None:
     """A step with nonsense in some fields is still a step."""
     log = [b"not json", b"[1, 2]", b'"text"', b'{"k":"new kind","t":1,"r":0,"v":2}', b"", b"{}"]

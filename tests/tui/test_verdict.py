@@ -10,7 +10,7 @@ import pytest
 from offloadtrain_tui.reading.history import fold
 from offloadtrain_tui.reading.series import Series
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.verdict import against_plan, bound_by, is_calm, time_left_s
+from offloadtrain_tui.verdict import against_plan, bound_by, is_calm, right_guesses, time_left_s
 from offloadtrain_tui.widgets.chart import Curve, Plot
 
 from offloadtrain.events import schema
@@ -27,6 +27,16 @@ def view_of(*extra: schema.Event, planned_s: float = 1.0, **changed: object) -> 
         step = replace(recordings.step(number, draw), step_ms=1000.0, **changed)  # type: ignore[arg-type]
         events.append((BEGIN_S + number, step))
     return View.at(fold(lines([*events, *((BEGIN_S + 30, event) for event in extra)])))
+
+
+def guessing(guesses: list[bool | None]) -> View:
+    """Steps of mode "speculative", with whether the guess of each was right."""
+    draw, events = random.Random(0), [(BEGIN_S, recordings.start())]
+    for number, hit in enumerate(guesses, 1):
+        events.append(
+            (BEGIN_S + number, replace(recordings.step(number, draw), speculation_hit=hit))
+        )
+    return View.at(fold(lines(events)))
 
 
 def wait(lane: str, spent_ms: float) -> schema.LaneSpan:
@@ -47,6 +57,12 @@ def test_a_step_is_compared_with_its_bound_and_its_plan() -> None:
     assert bound_by(slow).startswith("bound by CPU LION 70%")
     assert against_plan(view_of(planned_s=1.01)) == "101% of plan"
     assert against_plan(view_of(planned_s=0.01)) == "100x slower than plan"
+
+
+def test_the_share_of_right_guesses_is_that_of_the_last_steps() -> None:
+    guesses = [None] * 12 + [False] * 3 + [True, False, None] * 5
+    assert right_guesses(guessing(guesses)) == pytest.approx(5 / 13)
+    assert right_guesses(guessing([None] * 30)) is None
 
 
 def test_a_slow_run_on_a_busy_or_unmeasured_host_is_no_defect() -> None:

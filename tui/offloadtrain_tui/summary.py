@@ -13,8 +13,14 @@ from offloadtrain.events import schema
 from offloadtrain_tui.moments import set_up_line, set_up_words
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds, short
-from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
+from offloadtrain_tui.text import clean, milliseconds, percent, short
+from offloadtrain_tui.verdict import (
+    against_plan,
+    bound_by,
+    newest_loss,
+    right_guesses,
+    time_left_s,
+)
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.drawn import RUN_COLORS
 
@@ -105,6 +111,7 @@ def numbers(shown: ViewState, width: int = 120) -> Text:
             "lr": view.last("lr"),
             "scale": view.last("loss_scale"),
         }
+        guesses = right_guesses(view)
         parts = [
             (f" loss {newest_loss(view)}{trend(view)}", "bold"),
             f"{'' if is_narrow else ' '} {short(view.last('tokens_per_s'))} tok/s",
@@ -113,6 +120,7 @@ def numbers(shown: ViewState, width: int = 120) -> Text:
             f"  step {milliseconds(view.last('step_ms'))}",
             "" if mfu is None else f"  MFU {100 * mfu:.1f}%",
             *(f"  {label} {short(x)}" for label, x in known.items() if x is not None),
+            "" if guesses is None else f"  guesses {percent(guesses)} right",
             (f"  {short(view.last('tokens'))} tokens", "dim"),
         ]
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")

@@ -77,6 +77,13 @@ def is_calm(view: View) -> bool:
     return waits < _CALM and is_level and len(known) == len(norms)
 
 
+def right_guesses(view: View) -> float | None:
+    """Return the share of recent speculative updates that were right; None without any."""
+    values = view.history.series["speculation_hit"].values
+    known = [x for x in values[max(view.length - RECENT_STEPS, 0) : view.length] if x == x]
+    return sum(known) / len(known) if known else None
+
+
 def against_plan(view: View) -> str:
     """Return the speed as a share of the planned one, and who else uses the CPU where it is much
     slower; "" without a plan. On a CPU whose rates `doctor` has not measured there is no share."""

@@ -59,11 +59,21 @@ STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
     "comm_bytes", "disk_read_bytes", "disk_written_bytes", "own_ms", "device_peak_bytes",
-    "host_peak_bytes",
+    "host_peak_bytes", "speculation_hit",
 )  # fmt: skip
 _NO_LANES = (None,) * len(LANES)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 DERIVED = ("h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
 _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
+
+
+def _parsed(line: bytes) -> Any:
+    """Parse a line of JSON. Halves of surrogate pairs, which stand for bytes of a path that are not
+    UTF-8, become the replacement character. Raises ValueError for what is not JSON."""
+    try:
+        return orjson.loads(line)
+    except ValueError:
+        return orjson.loads(_SURROGATE.sub(rb"\\ufffd", line))
 
 
 class StepColumns:
@@ -92,6 +102,8 @@ class StepColumns:
 
     def add_step(self, number: int, time_s: float, values: Json) -> None:
         """Read the values of a step; `extend_columns` appends them to the columns."""
+        if (hit := values.get("speculation_hit")) is not None:
+            values = values | {"speculation_hit": float(hit is True)}
         busy = values.get("busy_ms")
         worked = map(busy.get, LANES) if isinstance(busy, dict) else _NO_LANES
         self._pending.append((number, time_s, *map(values.get, STEP_FIELDS), *worked))
@@ -216,7 +228,7 @@ class History(StepColumns):
             self._span(int(span[3]), self._in_order(float(span[1]), int(span[2])), line)
             return
         try:
-            values = orjson.loads(line)
+            values = _parsed(line)
         except ValueError:
             self.unreadable += bool(line.strip())
             return

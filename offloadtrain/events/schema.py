@@ -48,6 +48,7 @@ class RunStarted(Event, kind="run_started"):
         plan: the planned bytes by owner, and other facts of the plan.
         backend: the kernels: name, isa, threads, reason.
         machine: the result of `telemetry.probe`.
+        nproc: the ranks that `--nproc` starts anew; 1 where they are on several hosts.
         start_step: optimizer steps already done by an earlier run of this folder.
         peak_flops: of the compute device, per second, if known.
     """
@@ -61,6 +62,7 @@ class RunStarted(Event, kind="run_started"):
     backend: Json
     machine: Json
     world_size: int = 1
+    nproc: int = 1
     start_step: int = 0
     peak_flops: float | None = None
 

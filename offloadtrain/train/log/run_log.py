@@ -96,6 +96,7 @@ class _RunStart:
     def record(self) -> schema.RunStarted:
         """Return the first record of this start: the job, the device and the planned bytes."""
         config, context, device = self.config, self.context, self.context.optimizer.device
+        ranks = context.ranks.world_size
         plan: dict[str, Any] = {
             "device": str(device),
             "precision": context.precision,
@@ -125,7 +126,8 @@ class _RunStart:
             backend=asdict(kernels.backend()),
             machine=asdict(self.machine),
             start_step=self.step,
-            world_size=context.ranks.world_size,
+            world_size=ranks,
+            nproc=ranks if context.plan.machine.gpus == ranks else 1,
             peak_flops=self.peak_flops,
         )
 

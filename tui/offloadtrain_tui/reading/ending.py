@@ -78,7 +78,7 @@ def ending_of(folder: Path | None, view: View, state: str) -> Ending | None:
     longer = 2 * total if state == "done" and view.step >= total else 0
     nearby = Path(os.path.relpath(folder))
     shortest = folder if ".." in nearby.parts else nearby  # a command that fits a line
-    command = resume_command(shortest, view.start.world_size if view.start else 1, longer)
+    command = resume_command(shortest, view.start.nproc if view.start else 1, longer)
     return Ending(at_s, lasted_s, step, max(view.step - step, 0), command)
 
 

@@ -156,7 +156,7 @@ def _beyond(small: Steady, large: Steady, times: float) -> Steady:
         return b + times * (b - a)
 
     def lanes(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-        return {lane: max(beyond(a.get(lane, 0.0), b.get(lane, 0.0)), 0.0) for lane in {*a, *b}}
+        return {lane: max(beyond(a.get(lane, 0.0), b.get(lane, 0.0)), 0.0) for lane in {**a, **b}}
 
     return Steady(
         beyond(small.seconds, large.seconds),

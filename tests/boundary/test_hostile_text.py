@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.dialogs import Confirm, Raw
+from offloadtrain_tui.dialogs import Confirm, record_page
 from offloadtrain_tui.keys import PANELS
 
 from offloadtrain.cli.main import main
@@ -104,7 +104,7 @@ def test_no_screen_draws_one_and_no_markup_is_obeyed(first: int, tmp_path: Path)
                 shown[f"dialog {number}"] = text(app)
                 await press("escape")
             for number, moment in enumerate(app.shown.view.moments[:5]):
-                app.push_screen(Raw(moment))
+                app.push_screen(record_page(moment))
                 await press("down")
                 shown[f"raw {number}"] = text(app)
                 await press("escape")

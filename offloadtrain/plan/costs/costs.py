@@ -180,10 +180,10 @@ class Costs:
                 kernels = replace(KERNELS, fp8=in_fp8 and block.repeated)
                 alone = traced_seconds(traced.blocks[block.name], *where, kernels)
                 times[block.name] = self.parts.added(alone, block)
-            # Of frozen parts on the device, and of adapters' backward through them. In the
-            # first block: a simulation of fewer layers leaves out the last ones.
+            # Modules that are no blocks compute, too: frozen ones, and a head whose weight is the
+            # embedding's. In the first block: a simulation of fewer layers lacks the last ones.
             first = self.spec.blocks[0].name
-            for name in traced.blocks.keys() - times.keys():
+            for name in [name for name in traced.blocks if name not in times]:
                 rest, before = traced_seconds(traced.blocks[name], *where, KERNELS), times[first]
                 forward, backward = before.forward + rest.forward, before.backward + rest.backward
                 times[first] = Seconds(forward, backward)

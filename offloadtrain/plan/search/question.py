@@ -159,8 +159,8 @@ def answer(
     machine: Machine,
     ranks: int,
     trace: Trace | None,
-    tokens: int,
-    most: int,
+    tokens: int = 0,
+    most: int = SHOWN,
 ) -> Answer:
     """Search the placements, formats and microbatches of a question, whose model is described.
 

@@ -452,10 +452,15 @@ def test_a_sequence_longer_than_a_usual_step_is_a_step() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_the_frozen_parts_beside_adapters_take_their_time(tmp_path: Path) -> None:
-    """The head's, and those of backward through frozen weights, in none of the trained blocks."""
-    folder, (name, machine) = str(config_of(tmp_path / "llama", "llama")), find("rtx3060")
-    job = question.asked("a", "hf", folder, ("model.lora={r = 4}",), 1, lambda line: None).job
+@pytest.mark.parametrize(
+    ("values", "keys"), [({}, ("model.lora={r = 4}",)), ({"tie_word_embeddings": True}, ())]
+)
+def test_modules_that_are_no_blocks_take_their_time(
+    values: dict[str, Any], keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Frozen parts, with backward through them, and a head whose weight is the embedding's."""
+    folder, (name, machine) = str(config_of(tmp_path / "llama", "llama", **values)), find("rtx3060")
+    job = question.asked("a", "hf", folder, keys, 1, lambda line: None).job
     config, trace = command._described(job, machine, 1)
     placed = make(config, name, machine, 1, trace).placed
     assert placed.traced is not None and len(placed.traced.blocks) > len(placed.spec.blocks)

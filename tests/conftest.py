@@ -109,6 +109,16 @@ def _without_pools(item: pytest.Item) -> bool:
     return "pools" not in getattr(item, "fixturenames", ())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a module of tests has imported is here to stay, too: torch's compiler is half a million
+    objects, and Trainer collects garbage after each training."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Modules are here to stay: no collection of garbage looks at them, neither while they are

@@ -194,9 +194,7 @@ def plan(
     as_json
         Print one JSON object.
     """
-    # A model has many small objects: looking at them again after every 700 new ones, as Python
-    # does, takes a quarter of the plan of a deep model.
-    gc.set_threshold(20_000)
+    _collect_less_often()
     from offloadtrain.plan.run_cost import run_cost
 
     models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
@@ -231,6 +229,12 @@ def plan(
     run = run_cost(planned, tokens=count, price=of_run.hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
+
+
+def _collect_less_often() -> None:
+    """A model has many small objects: a look at all of them after every 700 new ones, as Python
+    does, takes a quarter of the plan of a deep model."""
+    gc.set_threshold(20_000)
 
 
 def _planned(

@@ -19,7 +19,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 help:
 	@echo "make demo      install, then train a byte-level GPT on Python's standard library (2 minutes)"
-	@echo "make test      install, then run the quick tests (5 minutes)"
+	@echo "make test      install, then run the quick tests (4 minutes)"
 	@echo "make test-all  run these and the slow ones: faults, sanitizers, larger samples (40 minutes)"
 	@echo "make test-long run every case of every test (over an hour)"
 	@echo "make test-faults plant faults in copies of the source; the tests must find each (40 minutes)"

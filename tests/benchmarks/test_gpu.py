@@ -74,6 +74,7 @@ def test_waits_are_of_usual_steps_only() -> None:
     assert len(waits) == 6 and values["figures"]["exposed_ms"] == sorted(waits[2:5])[1]
 
 
+@pytest.mark.slow
 def test_a_step_counts_guesses_and_the_memory_of_its_process() -> None:
     """With a norm that never clips all guesses are right, with one that always does none."""
     options = {"update": "speculative"}

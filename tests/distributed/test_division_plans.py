@@ -184,6 +184,7 @@ def test_between_hosts_tokens_wait_for_the_link_of_the_host() -> None:
     assert times[2][0] == pytest.approx(2 * times[2][1] / 2 / 5e9)
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_should_divide_its_experts() -> None:
     """A job that fits gets no suggestion that the table [ranks] refuses."""
     large = {"model.d_model": 512, "model.d_ff": 2048, "model.num_experts": 16}

@@ -51,6 +51,7 @@ def faults(run: dict[str, Any]) -> list[str]:
     return result + (["the Ledger grows"] if len(set(run["in_ledger"])) > 1 else [])
 
 
+@pytest.mark.slow
 def test_the_process_has_what_the_ledger_says() -> None:
     runs = trained()
     assert [run["placement"] for run in runs] == list(PLACEMENTS)

@@ -33,6 +33,7 @@ def planned(config: Config, machine: Machine = RTX4090) -> Plan:
     return make(config, "", machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "activation", ["recompute", pytest.param("offload", marks=pytest.mark.slow)]
 )

@@ -220,6 +220,7 @@ def test_near_linear_over_nvlink(name: str) -> None:
 # ---- what to change
 
 
+@pytest.mark.slow
 def test_changes_make_it_fit_and_are_ranked() -> None:
     tight = replace(V100, gpu_memory="5 GiB", host_memory="14 GiB")
     config = small(train__micro_batch=8)
@@ -279,6 +280,7 @@ def test_nothing_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         automatic(small(), "test", tiny, 1)
 
 
+@pytest.mark.slow
 def test_smaller_pieces_and_shorter_sequences_make_it_fit() -> None:
     """Where nothing else does."""
     config = small(train__micro_batch=1, offload__working="host", offload__activation="offload")

@@ -237,6 +237,20 @@ def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
             )
 
 
+def check_wrapped(model: nn.Module, config: OffloadConfig) -> None:
+    """Raises ModelError if weights are to move whose memory is in other tensors: quantized ones of
+    torchao, for example. On the device they stay what they are."""
+    if not config.weights.offloaded:
+        return
+    for name, param in model.named_parameters():
+        if param.numel() and not param.is_meta and not local(param).data_ptr():
+            raise ModelError(
+                f"parameter '{name}' is a {type(param.data).__name__}, which holds its values in "
+                f"other tensors, and working = '{config.weights.tier}' moves the memory of "
+                "parameters: leave working = 'device'"
+            )
+
+
 def has_compiled(module: nn.Module) -> bool:
     """Tell whether a module's forward is compiled."""
     return (
@@ -251,7 +265,7 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     extents = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in ((name, local(param)) for name, param in named)
-        if p.numel() > 0 and not p.is_meta
+        if p.numel() > 0 and not p.is_meta and p.data_ptr()
     )
     for (_, end, name), (start, _, other) in pairwise(extents):
         if start < end:

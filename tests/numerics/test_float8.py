@@ -276,3 +276,37 @@ def test_copies_and_pickles_compute_in_fp8_too() -> None:
         assert type(copied.layers[0].up) is type(model.layers[0].up)
         assert torch.equal(copied(tokens), expected)
     optimizer.close()
+
+
+def test_a_quantized_base_stays_on_the_device() -> None:
+    """Its values are in other tensors, at no address of its own; adapters beside it are trained."""
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def losses(offloaded: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        model.requires_grad_(False)
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        model.append(nn.Linear(32, 32))
+        optimizer: torch.optim.Optimizer
+        if offloaded:
+            optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", precision="fp32")
+        else:
+            optimizer = torch.optim.AdamW(model[-1].parameters(), lr=1e-2, fused=True)
+        result = []
+        for _ in range(3):
+            loss = model(torch.ones(2, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            result.append(loss.item())
+        return result
+
+    assert losses(offloaded=True) == losses(offloaded=False)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    quantization.quantize_(model.requires_grad_(False), quantization.Int8WeightOnlyConfig())
+    model.append(nn.Linear(32, 32))
+    with pytest.raises(
+        ot.ModelError, match=r"'0\.weight' is a Int8Tensor, which"
+    ):
+        ot.offload(model, ot.AdamW(), device="cpu", precision="fp32", working="host")

@@ -306,7 +306,5 @@ def test_a_quantized_base_stays_on_the_device() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     quantization.quantize_(model.requires_grad_(False), quantization.Int8WeightOnlyConfig())
     model.append(nn.Linear(32, 32))
-    with pytest.raises(
-        ot.ModelError, match=r"'0\.weight' is a Int8Tensor, which"
-    ):
+    with pytest.raises(ot.ModelError, match=r"'0\.weight' is a Int8Tensor, which"):
         ot.offload(model, ot.AdamW(), device="cpu", precision="fp32", working="host")

@@ -55,11 +55,11 @@ class Cell:
         return cls(draw.choice(SIZES), draw.choice(MACHINES), state, *batch)
 
     def job(self, *keys: str) -> Config:
-        own = (
+        cell_keys = (
             *(f"model.size={self.size}", f"offload.state={self.state}"),
             *(f"train.micro_batch={self.micro_batch}", f"train.grad_accum_steps={self.accum}"),
         )
-        return load(JOB, ["train.global_batch_tokens=0", *own, *keys])
+        return load(JOB, ["train.global_batch_tokens=0", *cell_keys, *keys])
 
     @property
     def target(self) -> tuple[str, Machine]:

@@ -102,7 +102,7 @@ def journals(state: str, kind: str) -> dict[int, list[Tensor]]:
     dtype = torch.float32 if state == "fp32" else torch.bfloat16
     usual = AdamScalars(lr=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1)
     scalars = replace(usual, beta2=0.95) if kind == "sparse" else usual
-    found = {}
+    journal_of_step = {}
     for step in range(1, max(STEPS) + 1):
         grad = gradient(kind, sizes, source)
         s = replace(scalars, step=step)
@@ -113,9 +113,9 @@ def journals(state: str, kind: str) -> dict[int, list[Tensor]]:
             master = guessed_master(after[0], before[1:], grad, s)
             moments = guessed_moments(after, grad, s, dtype)
             pairs = zip(before[1:], moments, strict=True)
-            found[step] = [places(before[0]) - places(master)]
-            found[step] += [places(a, dtype) - places(b, dtype) for a, b in pairs]
-    return found
+            journal_of_step[step] = [places(before[0]) - places(master)]
+            journal_of_step[step] += [places(a, dtype) - places(b, dtype) for a, b in pairs]
+    return journal_of_step
 
 
 def main() -> None:
@@ -125,9 +125,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for state in ("fp32", "split16"):
         for kind in KINDS:
-            for step, found in journals(state, kind).items():
-                bits = [entropy(difference) for difference in found]
-                code = sum(map(coded, found)) / 8
+            for step, differences in journals(state, kind).items():
+                bits = [entropy(difference) for difference in differences]
+                code = sum(map(coded, differences)) / 8
                 each = ", ".join(f"{value:.2f}" for value in bits)
                 print(
                     f"| {state} | {kind} | {step} | {each} | {sum(bits) / 8:.2f} B | {code:.2f} B |"

@@ -152,8 +152,8 @@ class ChatTemplate:
             ChatError: as `encode`.
         """
         both = self._readable([*prompt, *completion], tools)
-        asked = self._render(both[: len(prompt)], tools, ask=True)
-        tokens, before = self._tokens([self._render(both, tools), asked])
+        prompt_text = self._render(both[: len(prompt)], tools, ask=True)
+        tokens, before = self._tokens([self._render(both, tools), prompt_text])
         self._check_begins(tokens, before, "the prompt")
         mask = np.zeros(len(tokens), dtype=np.uint8)
         mask[len(before) :] = 1

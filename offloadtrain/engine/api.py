@@ -119,8 +119,8 @@ def check_alike(ranks: Ranks, values: Mapping[str, Any], each: str, remedy: str 
     Raises:
         RankError: those of a process differ from the first one's.
     """
-    for number, other in enumerate(of_each := ranks.gather(values)):
-        for what, value in other.items():
+    for number, values_there in enumerate(of_each := ranks.gather(values)):
+        for what, value in values_there.items():
             if value != (first := of_each[0][what]):
                 raise RankError(
                     f"{each} {number} and {each} 0 differ in {what}: "

@@ -162,8 +162,8 @@ class Promotion:
 
     def _least_room(self, use: MemoryUse, *, is_stable: bool) -> int | None:
         """Return the bytes that are free on the device of every rank; None: that is not known."""
-        taken = use.others + max(use.peak, self._peak) + reserve_bytes(use.total)
-        room = use.total - taken
+        used_bytes = use.others + max(use.peak, self._peak) + reserve_bytes(use.total)
+        room = use.total - used_bytes
         rooms = self._ranks.all_gather_host([room if is_stable else math.nan])
         return None if rooms.isnan().any() else int(rooms.min())
 

@@ -173,10 +173,10 @@ def test_a_peak_that_rises_is_waited_for(device: Device) -> None:
     shares = []
     for check in range(6):
         device.room -= 5_000 * (check in (1, 2))
-        kept = loss_of(model, batches(1)[0]) if check == 3 else None
+        graph = loss_of(model, batches(1)[0]) if check == 3 else None
         for tokens in batches(CHECK_STEPS):
             train(optimizer, model, [tokens])
-        del kept
+        del graph
         shares.append(share_of(optimizer))
     assert shares == [0, 0, 0, 0, 1, 1]
 

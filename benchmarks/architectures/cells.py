@@ -27,7 +27,7 @@ from benchmarks.architectures.training import (
     train_offloaded,
     train_plain,
 )
-from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine import ModelError
 
 FP32_LIMIT = 1e-6
 BF16_LIMIT = 5e-3

@@ -33,6 +33,10 @@ def broken(*rules: tuple[object, str]) -> list[str]:
     return [sentence for is_broken, sentence in rules if is_broken]
 
 
+class ModelError(InputError):
+    """A model that cannot be offloaded, or that was changed after it was."""
+
+
 class HostMemoryError(OffloadTrainError):
     """The host does not have the requested memory."""
 

@@ -1,16 +1,16 @@
 """The offload engine over arbitrary modules.
 
 It knows no model, no data, no job. `partition.py` divides a model into blocks, `build.py`
-allocates, `autograd/` hooks into the user's forward and backward, `gradients.py` and `residency.py`
+allocates, `autograd/` hooks into the user's forward and backward, `gradients.py` and `block.py`
 report events to the program of `step`, and `interpreter.py` runs its operations on lanes.
 `state.py` and `weights.py` load and save. `division.py` says what it asks of models that are
 divided among ranks.
 Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradient's way.
 """
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.api import offload, optimizer_of
 from offloadtrain.engine.block import StaleGraphError
-from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.ema import EMA
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import GradientError

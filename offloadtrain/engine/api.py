@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import (
     OPTIONS,
     OffloadConfig,
@@ -22,7 +23,6 @@ from offloadtrain.config.offload import (
 )
 from offloadtrain.config.option import described
 from offloadtrain.engine.checks import (
-    ModelError,
     check_arguments,
     check_compiled,
     check_model,

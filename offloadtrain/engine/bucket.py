@@ -128,14 +128,18 @@ class Bucket:
         return [self.memory[key] for key in keys if key.kind is Memory.WORKING]
 
     @property
+    def state_kind(self) -> Memory:
+        """The kind of the memory that has the state between steps."""
+        in_file = BufferKey(self.name, Memory.STATE_FILE) in self.memory.table.rows
+        return Memory.STATE_FILE if in_file else Memory.STATE
+
+    @property
     def state(self) -> tuple[Buffer, ...]:
         """The format's fields, master weights first; none for frozen weights. Where they are on the
         disk: views of the mapped file, to be used while the lanes are empty."""
-        name, rows = self.spec.name, self.memory.table.rows
-        in_file = BufferKey(name, Memory.STATE_FILE) in rows
-        kind = Memory.STATE_FILE if in_file else Memory.STATE
         fields = range(len(self.format.fields(self.spec.moments)) if self.is_trained else 0)
-        return tuple(self.memory[BufferKey(name, kind, self.copy, number)] for number in fields)
+        keys = (BufferKey(self.name, self.state_kind, self.copy, number) for number in fields)
+        return tuple(self.memory[key] for key in keys)
 
     @property
     def is_trained(self) -> bool:
@@ -143,14 +147,20 @@ class Bucket:
         return self.name in self.memory.table.staging
 
     @property
-    def streamed(self) -> bool:
-        """Its block's weights are loaded into a device slot for their use."""
-        return self.name in self.memory.table.sources
+    def sources(self) -> Sequence[BufferKey]:
+        """What loads of its weights read, one per version; empty where it stays on the device."""
+        return self.memory.table.sources.get(self.name, ())
+
+    @property
+    def home(self) -> Buffer:
+        """Where the weights that forward uses lie between two uses: where compute reads them, or
+        what loads read, which has this rank's shard of them."""
+        return self.memory[self.sources[self.version]] if self.sources else self.working
 
     @property
     def moves(self) -> bool:
         """Its working weights are at several addresses in turn."""
-        return self.streamed or len(self.versions) > 1
+        return bool(self.sources) or len(self.versions) > 1
 
     def __post_init__(self) -> None:
         self.params = [slot.param for slot in self.slots]
@@ -191,21 +201,19 @@ class Bucket:
         starts = range(0, self.numel, self.shard_numel)
         return [_piece(slot, lo, lo + self.shard_numel) for lo in starts]
 
-    @property
-    def load_source(self) -> Buffer:
-        """The copy of a streamed block's weights that loads read."""
-        return self.memory[self.memory.table.sources[self.name][self.version]]
-
-    @property
-    def in_use(self) -> Tensor:
-        """The shard of the weights that forward uses, where they lie between two uses: (n,)."""
-        return self.load_source.flat if self.streamed else self.working.flat[self.lo : self.hi]
+    def show(self, slot: Slot) -> None:
+        """Make a parameter a view of `home`, unless that is a shard."""
+        flat = self.home.flat
+        if flat.numel() >= self.numel:
+            slot.local.data = slot.view(flat)
 
     def weights_of(self, slot: Slot) -> Tensor:
-        """View the shard's part of a parameter in `in_use`: (n,)."""
-        lo, hi = self.piece(slot)
-        start = slot.offset + lo - self.lo if lo < hi else 0
-        return self.in_use[start : start + hi - lo]
+        """View the shard's part of a parameter in `home`: (n,)."""
+        (lo, hi), flat = self.piece(slot), self.home.flat
+        # All of the weights, or the shard alone.
+        first = 0 if flat.numel() >= self.numel else self.lo
+        start = slot.offset + lo - first if lo < hi else 0
+        return flat[start : start + hi - lo]
 
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
         """View the shard's part of a parameter's state: 1-D pieces of the buffers, in the order of

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.offload import ActivationOffloader, Offloader, SavedOffloader
 from offloadtrain.engine.autograd.selective import default_policy
-from offloadtrain.engine.block import Block
+from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
-from offloadtrain.engine.checks import ModelError, has_compiled, keeps_fp32
+from offloadtrain.engine.checks import has_compiled, keeps_fp32
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
@@ -24,7 +25,6 @@ from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import NormMeasure
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.relayout import Earlier
-from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skipping import entries_in
 from offloadtrain.engine.weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.hardware.host_memory import available_bytes
@@ -73,11 +73,14 @@ def build(
     spec = lay_out(model, blocks, config, division, available_bytes() + room)
     program = Program(spec, ranks.rank, division.parts.rank)
     memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger, is_late=late)
-    shared = blocks, lanes, ranks, rules, groups, disk
+    buckets = [bucket for block in blocks for bucket in block.all_buckets]
+    shared = buckets, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.state.seed, parts=division.parts)
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
-    interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
+    interpreter = residency.interpreter = Interpreter(
+        lanes, ranges, functions, residency, unsalvageable=spec.lost_with_device
+    )
     in_order = division.in_order
     gradients = Gradients(blocks, program, interpreter, functions, ranks, in_order=in_order)
     trained = [bucket for block in blocks for bucket in block.buckets]

@@ -1,7 +1,4 @@
-"""Checks that a model can be offloaded with what was asked; warnings of what would do nothing.
-
-`ParameterGuard` detects later changes of its parameters by other code.
-"""
+"""Checks that a model can be offloaded with what was asked; warnings of what would do nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +6,15 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain, islice, pairwise
-from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
-from offloadtrain.config.errors import InputError
+from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.parameters import OffloadedParameter, past_the_class
+from offloadtrain.engine.parameters import OffloadedParameter
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
@@ -29,10 +25,6 @@ _log = logging.getLogger(__name__)
 
 offloaded: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 """Models whose parameters an optimizer holds, each with its `OffloadOptimizer`."""
-
-
-class ModelError(InputError):
-    """A model that cannot be offloaded, or that was changed after it was."""
 
 
 _RULES = (
@@ -365,107 +357,3 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
             " and ".join(options),
             type(model).__name__,
         )
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-class ParameterGuard:
-    """Detects parameters that were written, frozen, replaced or added outside the engine.
-
-    The engine writes through flat buffers, which does not change a parameter's version counter; any
-    other write does. The masters take over what is written into trained parameters; frozen ones
-    have none that would undo it. The order of a module's parameters may change, as it does where a
-    forward registers a parametrization and removes it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._named = list(model.named_parameters())
-        self._params = [param for _, param in self._named]
-        self._trainable = [param.requires_grad for param in self._params]
-        self._ids = _parameters(model).keys()
-        self._writes = WriteCounts(self._params)
-        self.renew()
-
-    def written(self) -> list[nn.Parameter]:
-        """Return the parameters whose values were written by others since the last renewal."""
-        with past_the_class():
-            return self._writes.since(self._counts)
-
-    def renew(self) -> None:
-        """Accept the values as they are."""
-        with past_the_class():
-            self._counts = self._writes.read()
-
-    def is_retrained(self) -> bool:
-        """Tell whether a parameter was frozen or unfrozen since this was made."""
-        with past_the_class():
-            return list(map(_requires_grad, self._params)) != self._trainable
-
-    def check(self) -> None:
-        """Raises ModelError naming the first parameter that others have changed otherwise than by
-        writing values."""
-        current = _parameters(self._model).keys()
-        if current == self._ids and not self.is_retrained():
-            return
-        if len(current) != len(self._named):
-            raise ModelError(
-                f"the model has {len(current)} parameters, {len(self._named)} when it "
-                "was offloaded: "
-                "close() the optimizer and offload the changed model"
-            )
-        for (name, param), was in zip(self._named, self._trainable, strict=True):
-            if id(param) not in current:
-                raise ModelError(
-                    f"parameter '{name}' was replaced by another object after offload(): the "
-                    "master weight does not know. Load weights with model.load_state_dict(), or "
-                    "change the model before offload()"
-                )
-            if param.requires_grad != was:
-                what = "frozen" if was else "unfrozen"
-                raise ModelError(
-                    f"parameter '{name}' was {what} between a forward of the model and step(): "
-                    "freeze and unfreeze after step() or zero_grad(), before the next forward"
-                )
-
-
-def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the model's parameters by id. Every step calls it; it is faster than
-    `model.parameters()`, with a generator per level and a name for each."""
-    # By id: a tensor's own hash is a function of Python.
-    params: dict[int, nn.Parameter | None] = {}
-    modules, visited = [model], {id(model)}
-    # The list grows while it is walked.
-    for module in modules:
-        for param in module._parameters.values():
-            params[id(param)] = param
-        for child in module._modules.values():
-            if child is not None and id(child) not in visited:
-                visited.add(id(child))
-                modules.append(child)
-    params.pop(id(None), None)
-    return cast(dict[int, nn.Parameter], params)
-
-
-class WriteCounts:
-    """Counts the writes into parameters; of DTensors also those into their parts
-    (`to_local().copy_(…)`). No loop of Python's: every forward and every step read them."""
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params, self._divided = params, [*filter(is_distributed, params)]
-
-    def read(self) -> list[int]:
-        """Return the counts now."""
-        return [*map(_VERSION, self._params), *map(_PART_VERSION, self._divided)]
-
-    def since(self, counts: Sequence[int]) -> list[nn.Parameter]:
-        """Return the parameters that were written after `read` has returned `counts`."""
-        now = self.read()
-        if now == counts:
-            return []
-        pairs = zip([*self._params, *self._divided], now, counts, strict=True)
-        return list({id(param): param for param, new, old in pairs if new != old}.values())
-
-
-_VERSION, _PART_VERSION = attrgetter("_version"), attrgetter("_local_tensor._version")

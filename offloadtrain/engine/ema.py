@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.state import check_held_by, decoded

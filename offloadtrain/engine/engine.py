@@ -19,15 +19,13 @@ from torch import Tensor
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.autograd.selective import engine_code
-from offloadtrain.engine.block import Block
+from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.gradient_access import GradientAccess
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.parameters import past_the_class
-from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport
 from offloadtrain.runtime.lanes import Lanes
@@ -270,13 +268,13 @@ class Engine:
     @property
     def forward_order(self) -> list[Block]:
         """The order in which weights go up: rank 0's, among ranks."""
-        return self.forward_hooks.forward_order if self._ranks.is_single else self._agreed_order
+        return self.residency.order_of_uploads() if self._ranks.is_single else self._agreed_order
 
     @cached_property
     def _agreed_order(self) -> list[Block]:
         """A collective: the first use agrees on it."""
         blocks = [*self.residency.blocks.values()]
-        numbers = [blocks.index(block) for block in self.forward_hooks.forward_order]
+        numbers = [blocks.index(block) for block in self.residency.order_of_uploads()]
         agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
         return [blocks[int(number)] for number in agreed]
 
@@ -343,13 +341,9 @@ class Engine:
         Returns:
             A copy of a streamed block's weights; None: the parameter's own memory can be read.
         """
-        # A graph saves the parameter itself, whose memory changes: it needs a copy.
-        if self.residency.shows_host(block) and not in_graph:
-            return None
+        in_forward = self.forward_hooks.is_running
         with self._interpreter.lock, torch.no_grad(), past_the_class():
-            self.forward_hooks.read_without_a_call(block)
-            # Compute has waited for the load; the slot's next load waits for this copy.
-            return slot.local.data.clone() if block.streamed else None
+            return block.source.read(block, slot, in_graph=in_graph, in_forward=in_forward)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """See `OffloadOptimizer.backward`."""
@@ -488,8 +482,6 @@ class Engine:
         Raises:
             SalvageError: the state is between two steps, or not on the host.
         """
-        if lost := self.program.spec.lost_with_device:
-            raise SalvageError(lost)
         self._interpreter.salvage(failure)
         self.counter.update_scale()
         self.guard.salvaged = True

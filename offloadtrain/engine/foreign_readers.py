@@ -105,16 +105,17 @@ class ParameterReaders:
                 f'keep_fp32=["{slot.name}"])'
             )
 
-    def version_of(self, param: nn.Parameter, *, for_write: bool = False) -> object:
+    def before_write(self, param: nn.Parameter) -> bool:
         """See `Observer`."""
-        block, *_ = self._places[param]
         # A backward in progress may have the block in a slot.
-        if for_write and not in_backward() and (owner := self._owner()) is not None:
+        if not in_backward() and (owner := self._owner()) is not None:
             owner.synchronize()
-        if for_write and not self._engine.residency.shows_host(block):
-            return None
+        return self._engine.residency.shows_host(self._places[param][0])
+
+    def version_of(self, param: nn.Parameter) -> object:
+        """See `Observer`."""
         with past_the_class():
-            return block.graphs.generation, param._version
+            return self._places[param][0].graphs.generation, param._version
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """See `Observer`."""

@@ -281,7 +281,7 @@ class Gradients:
             # A block that no forward of this rank has entered stays on the device: every rank
             # gathers the others.
             first, _ = self._in_flight.clocks(block)
-            over = first > clock or not (first or block.streamed)
+            over = first > clock if first else not block.source.gathers
             if not over or (again is not None and not self._deliveries[block].arrived):
                 return
             if not self.open:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Delivered, Slot
 from offloadtrain.engine.buffers import Ranges
-from offloadtrain.engine.salvage import Call, UpdateJournal
+from offloadtrain.engine.salvage import Call, SalvageError, UpdateJournal
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
@@ -28,6 +27,7 @@ from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.runtime.tensor_parts import local
+from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.operations import (
     Allocate,
     Enter,
@@ -91,7 +91,7 @@ class Functions:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        buckets: Iterable[Bucket],
         lanes: Lanes,
         ranks: Ranks,
         rules: Sequence[AnyRule],
@@ -107,7 +107,7 @@ class Functions:
         self.seed = seed
         self.writer: StateWriter | None = None
         self.digests = RankDigests()
-        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
+        self._buckets = {bucket.name: bucket for bucket in buckets}
         self._lanes = lanes
         self._ranks = ranks
         self._disk = disk
@@ -167,7 +167,7 @@ class Functions:
 
     def hand_out(self, bucket: Bucket, views: Mapping[str, Tensor]) -> None:
         """The user gets these views of a bucket's state, and may write to them."""
-        if bucket.spec.is_on_disk:
+        if bucket.state_kind is Memory.STATE_FILE:
             self._disk.hand_out(views.values())
 
     @contextmanager
@@ -510,8 +510,16 @@ class Interpreter:
     """
 
     def __init__(
-        self, lanes: Lanes, memory: Ranges, functions: Functions, residents: Residents
+        self,
+        lanes: Lanes,
+        memory: Ranges,
+        functions: Functions,
+        residents: Residents,
+        *,
+        unsalvageable: str = "",
     ) -> None:
+        """`unsalvageable`: why no update can be finished without the device; "": it can."""
+        self._unsalvageable = unsalvageable
         self._lanes = lanes
         self._memory = memory
         self._functions = functions
@@ -598,8 +606,10 @@ class Interpreter:
         """Finish the updates that were decided, without the device. Nothing is launched any more.
 
         Raises:
-            SalvageError: the state is between two steps; nothing was run.
+            SalvageError: the state is between two steps, or not on the host; nothing was run.
         """
+        if self._unsalvageable:
+            raise SalvageError(self._unsalvageable)
         self.failure, self.is_inconsistent = self.failure or failure, True
         # Waits for the host lane alone: its last operation may still write the state.
         self._lanes.abandon()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OffloadConfig, StateOn
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.float8 import converted_layers
@@ -20,8 +21,6 @@ from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.bucket import dense_stride
 from offloadtrain.engine.build import build, lay_out, make_blocks
 from offloadtrain.engine.checks import (
-    ModelError,
-    ParameterGuard,
     check_model,
     offloaded,
     warn_of_local_norm,
@@ -37,6 +36,7 @@ from offloadtrain.engine.param_groups import (
     completed_groups,
     listed,
 )
+from offloadtrain.engine.parameters import ParameterGuard
 from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.engine.prepared import Prepared
 from offloadtrain.engine.promotion import Promotion

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from offloadtrain.engine.checks import ModelError
+from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, rule_of
 

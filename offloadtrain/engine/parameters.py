@@ -33,10 +33,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,8 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import ModelError, OffloadTrainError
+from offloadtrain.runtime.tensor_parts import is_distributed
 
 _GRAD: Any = Tensor.grad
 """torch's own descriptor of the attribute."""
@@ -84,13 +86,12 @@ class Observer(Protocol):
             ParameterWriteError: the values could not be taken over from there.
         """
 
-    def version_of(self, param: nn.Parameter, *, for_write: bool = False) -> object:
-        """Return what changes with each update of the weights and each write into them.
+    def before_write(self, param: nn.Parameter) -> bool:
+        """Make a parameter that was read as a copy a view of its weights, wherever they are; False
+        if that is impossible."""
 
-        Args:
-            for_write: make the parameter a view of its weights before, wherever they are; None if
-                that is impossible.
-        """
+    def version_of(self, param: nn.Parameter) -> object:
+        """Return what changes with each update of the weights and each write into them."""
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """Return a tensor without memory, of the parameter's shape and strides."""
@@ -204,7 +205,8 @@ class _Source:
 
     def write_back(self) -> bool:
         """Copy what was written to the weights themselves; returns False where it is too late."""
-        if self._observer.version_of(self._param, for_write=True) != self._version:
+        writable = self._observer.before_write(self._param)
+        if not writable or self._observer.version_of(self._param) != self._version:
             return False
         with torch.no_grad(), past_the_class():
             self._param.copy_(self._weights)
@@ -412,3 +414,105 @@ _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
 """Questions that the memory of absent weights, one NaN, would answer wrongly."""
 WITHOUT_VALUES = _without_values()
 """Functions of torch that read no values of their arguments."""
+
+
+class ParameterGuard:
+    """Detects parameters that were written, frozen, replaced or added outside the engine.
+
+    The engine writes through flat buffers, which does not change a parameter's version counter; any
+    other write does. The masters take over what is written into trained parameters; frozen ones
+    have none that would undo it. The order of a module's parameters may change, as it does where a
+    forward registers a parametrization and removes it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._named = list(model.named_parameters())
+        self._params = [param for _, param in self._named]
+        self._trainable = [param.requires_grad for param in self._params]
+        self._ids = _parameters(model).keys()
+        self._writes = WriteCounts(self._params)
+        self.renew()
+
+    def written(self) -> list[nn.Parameter]:
+        """Return the parameters whose values were written by others since the last renewal."""
+        with past_the_class():
+            return self._writes.since(self._counts)
+
+    def renew(self) -> None:
+        """Accept the values as they are."""
+        with past_the_class():
+            self._counts = self._writes.read()
+
+    def is_retrained(self) -> bool:
+        """Tell whether a parameter was frozen or unfrozen since this was made."""
+        with past_the_class():
+            return list(map(_requires_grad, self._params)) != self._trainable
+
+    def check(self) -> None:
+        """Raises ModelError naming the first parameter that others have changed otherwise than by
+        writing values."""
+        current = _parameters(self._model).keys()
+        if current == self._ids and not self.is_retrained():
+            return
+        if len(current) != len(self._named):
+            raise ModelError(
+                f"the model has {len(current)} parameters, {len(self._named)} when it "
+                "was offloaded: "
+                "close() the optimizer and offload the changed model"
+            )
+        for (name, param), was in zip(self._named, self._trainable, strict=True):
+            if id(param) not in current:
+                raise ModelError(
+                    f"parameter '{name}' was replaced by another object after offload(): the "
+                    "master weight does not know. Load weights with model.load_state_dict(), or "
+                    "change the model before offload()"
+                )
+            if param.requires_grad != was:
+                what = "frozen" if was else "unfrozen"
+                raise ModelError(
+                    f"parameter '{name}' was {what} between a forward of the model and step(): "
+                    "freeze and unfreeze after step() or zero_grad(), before the next forward"
+                )
+
+
+def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the model's parameters by id. Every step calls it; it is faster than
+    `model.parameters()`, with a generator per level and a name for each."""
+    # By id: a tensor's own hash is a function of Python.
+    params: dict[int, nn.Parameter | None] = {}
+    modules, visited = [model], {id(model)}
+    # The list grows while it is walked.
+    for module in modules:
+        for param in module._parameters.values():
+            params[id(param)] = param
+        for child in module._modules.values():
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
+                modules.append(child)
+    params.pop(id(None), None)
+    return cast(dict[int, nn.Parameter], params)
+
+
+class WriteCounts:
+    """Counts the writes into parameters; of DTensors also those into their parts
+    (`to_local().copy_(…)`). No loop of Python's: every forward and every step read them."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params, self._divided = params, [*filter(is_distributed, params)]
+
+    def read(self) -> list[int]:
+        """Return the counts now."""
+        return [*map(_VERSION, self._params), *map(_PART_VERSION, self._divided)]
+
+    def since(self, counts: Sequence[int]) -> list[nn.Parameter]:
+        """Return the parameters that were written after `read` has returned `counts`."""
+        now = self.read()
+        if now == counts:
+            return []
+        pairs = zip([*self._params, *self._divided], now, counts, strict=True)
+        return list({id(param): param for param, new, old in pairs if new != old}.values())
+
+
+_VERSION, _PART_VERSION = attrgetter("_version"), attrgetter("_local_tensor._version")
+_requires_grad = attrgetter("requires_grad")

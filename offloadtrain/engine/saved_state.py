@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
 from offloadtrain.runtime.tensor_parts import PartError, Range, Share, is_divided
@@ -139,7 +138,7 @@ def whole(buffers: Iterable[Tensor]) -> list[tuple[Written, Tensor]]:
 
 
 def flat_states(
-    blocks: Iterable[Block], rank: int, *, in_use: bool, parts: Parts = WHOLE
+    buckets: Iterable[Bucket], rank: int, *, in_use: bool, parts: Parts = WHOLE
 ) -> Iterator[FlatState]:
     """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights.
 
@@ -149,15 +148,15 @@ def flat_states(
     Raises:
         PartError: a part of a matrix is in a format that only this mesh could read.
     """
-    for block in blocks:
-        for bucket in block.buckets:
-            for state_field in bucket.format.fields(bucket.spec.moments):
-                dtype = state_field.dtype or bucket.spec.dtype
-                yield _flat(bucket, state_field.name, dtype, state_field.per, rank, parts)
-            if in_use:
-                yield _flat(bucket, WORKING, bucket.spec.dtype, 1, rank, parts)
-        for bucket in block.frozen:
+    for bucket in buckets:
+        if not bucket.is_trained:
             yield _flat(bucket, UNTRAINED, bucket.spec.dtype, 1, rank, parts)
+            continue
+        for state_field in bucket.format.fields(bucket.spec.moments):
+            dtype = state_field.dtype or bucket.spec.dtype
+            yield _flat(bucket, state_field.name, dtype, state_field.per, rank, parts)
+        if in_use:
+            yield _flat(bucket, WORKING, bucket.spec.dtype, 1, rank, parts)
 
 
 def own_state(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:

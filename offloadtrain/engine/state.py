@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks import ParameterGuard
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.parameters import ParameterGuard
 from offloadtrain.engine.saved_state import (
     WHOLE,
     WORKING,
@@ -411,16 +411,11 @@ class StateIO:
         # After a failure of the device the weights on it are lost: the checkpoint ends the delay.
         in_use = self._is_delayed and not self._engine.salvaged
         rank = self.ranks.rank
-        states = list(flat_states(self._blocks, rank, in_use=in_use, parts=self.parts))
-        copies, buckets = (
-            self.ranks.copies,
-            list(dict.fromkeys(flat_state.bucket for flat_state in states)),
-        )
-        own_buckets = {*buckets[copies.rank :: copies.size]}
-        return [
-            flat_state if flat_state.bucket in own_buckets else replace(flat_state, pieces=())
-            for flat_state in states
-        ]
+        buckets = [bucket for block in self._blocks for bucket in block.all_buckets]
+        states = list(flat_states(buckets, rank, in_use=in_use, parts=self.parts))
+        copies, names = self.ranks.copies, list(dict.fromkeys(each.bucket for each in states))
+        own = {*names[copies.rank :: copies.size]}
+        return [each if each.bucket in own else replace(each, pieces=()) for each in states]
 
     def warn_of_no_checkpoints(self) -> None:
         """Warn at once of what the first save would refuse, hours later; one of the ranks that hold
@@ -445,7 +440,7 @@ class StateIO:
             for bucket in block.buckets:
                 writer.write(bucket.name, whole(buffer.flat for buffer in bucket.state))
             for bucket in block.frozen:
-                writer.write(bucket.name, whole([bucket.load_source.flat]))
+                writer.write(bucket.name, whole([bucket.home.flat]))
         writer.finish()
 
     def finish_writing(self) -> None:

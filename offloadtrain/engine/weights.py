@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.hooks import OfOneModel
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks import ModelError, keeps_fp32
+from offloadtrain.engine.checks import keeps_fp32
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
@@ -103,8 +104,8 @@ def adopt_weights(
                 _adopt(bucket, rules[bucket.group], device, earlier)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket, None if ranks.is_single else earlier)
-            # The host has a shard, which a full parameter cannot view: NaN until the first use.
-            if not ranks.is_single and any(b.streamed for b in block_of[part.module].all_buckets):
+            # A full parameter cannot view a shard: NaN until the first use.
+            if any(b.home.flat.numel() < b.numel for b in block_of[part.module].all_buckets):
                 block_of[part.module].leave_device()
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
@@ -212,7 +213,7 @@ def adopt_loaded(
             if on_adopted is not None:
                 on_adopted(bucket, slot, values)
             set_master(bucket, slot, rules[bucket.group], values, only_changed=given is None)
-            if not bucket.streamed:
+            if not bucket.sources:
                 view = slot.view(bucket.working.flat)
                 # `data` was set to other memory.
                 if view.data_ptr() != shown.data_ptr():
@@ -273,13 +274,9 @@ def _adopt(
             slot.local.move(device, bucket.dtype)
         # The given memory is freed here, one parameter at a time. The view has no values until the
         # first upload (`Engine.emit`), before which nothing reads it.
-        if not bucket.streamed:
-            slot.local.data = slot.view(bucket.working.flat)
-        elif bucket.shard_numel == bucket.numel:
-            slot.local.data = slot.view(bucket.load_source.flat)
+        bucket.show(slot)
     # Padding is uploaded and gathered with the rest: it must hold numbers.
-    if not bucket.streamed:
-        bucket.working.flat.zero_()
+    bucket.working.flat.zero_()
 
 
 def _move_to_host(bucket: Bucket, earlier: Earlier | None) -> None:
@@ -292,8 +289,7 @@ def _move_to_host(bucket: Bucket, earlier: Earlier | None) -> None:
         _check_range(slot.name, slot.local.data, bucket.dtype)
         lo, hi = bucket.piece(slot)
         bucket.weights_of(slot).copy_(slot.flattened(slot.local.data)[lo:hi])
-        if bucket.shard_numel == bucket.numel:
-            slot.local.data = slot.view(bucket.load_source.flat)
+        bucket.show(slot)
 
 
 def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from offloadtrain.engine.checks import ModelError
+from offloadtrain.config.errors import ModelError
 from offloadtrain.optim import AnyRule, keeps_whole
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed, is_divided

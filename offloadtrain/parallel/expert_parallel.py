@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.api import optimizer_of
-from offloadtrain.engine.checks import ModelError
 from offloadtrain.model.experts import Experts
 from offloadtrain.parallel.mesh import DeviceMesh, check_expert_axes
 from offloadtrain.runtime.heartbeat import HEARTBEAT

@@ -17,8 +17,7 @@ from benchmarks.architectures import __main__ as command
 from benchmarks.architectures import training
 from benchmarks.architectures.cells import CELLS, SAME, Case, deviation
 from benchmarks.architectures.models import ARCHITECTURES
-from offloadtrain.engine import optimizer
-from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine import ModelError, optimizer
 from tests import levels
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -143,7 +143,7 @@ def test_nothing_is_copied_back_at_the_end_of_the_process(tmp_path: Path) -> Non
     """Streamed weights may be larger than what is left of the host's memory."""
     script = """
 import torch, offloadtrain as ot
-from offloadtrain.engine.residency import Residency
+from offloadtrain.engine.block import Residency
 from tests.numerics.models import Chain
 Residency.close = lambda self: print("copied back")
 net = Chain()

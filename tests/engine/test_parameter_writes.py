@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine import ModelError
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import ParameterWriteError
 from offloadtrain.runtime.lanes import on_lanes

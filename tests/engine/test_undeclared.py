@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import offloadtrain as ot
-from offloadtrain.engine.block import Block
-from offloadtrain.engine.residency import Residency
+from offloadtrain.engine.block import Block, Residency
 from offloadtrain.runtime.lanes import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.base import Operation, Span
 from tests.numerics.models import MODELS, batches, loss_of

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
-from offloadtrain.engine import EngineError
+from offloadtrain.engine import EngineError, ModelError
 from offloadtrain.engine import optimizer as optimizer_module
-from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.runtime import kernels
 from offloadtrain.step.layout.buffer_table import device_owners, disk_owners, host_owners

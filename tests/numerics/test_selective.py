@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
+from offloadtrain.engine import ModelError
 from offloadtrain.engine.autograd.selective import PolicyError, Selection
-from offloadtrain.engine.checks import ModelError
 from tests import levels
 from tests.numerics.comparison import ADAMW, assert_same, follow, pair, train
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of

@@ -34,10 +34,10 @@ from torch.overrides import (
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.autograd.hooks import OfOneModel, Removable, has_ended
 from offloadtrain.engine.autograd.saved_tensors import in_checkpoint
 from offloadtrain.engine.autograd.selective import engine_code
-from offloadtrain.engine.checks import ModelError
 
 _REFUSE = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),

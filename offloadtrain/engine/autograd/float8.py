@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OptionError
-from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.partition import layers_of
 from offloadtrain.runtime.tensor_parts import is_distributed
 

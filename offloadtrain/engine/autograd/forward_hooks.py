@@ -21,17 +21,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.autograd.compiled import CompiledForward
 from offloadtrain.engine.autograd.hooks import has_ended, watch, watch_inside
 from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors, are_covered
 from offloadtrain.engine.autograd.selective import Policy, engine_code
-from offloadtrain.engine.block import Block
-from offloadtrain.engine.checks import ModelError, has_compiled
-from offloadtrain.engine.residency import Residency
+from offloadtrain.engine.block import Block, Residency
+from offloadtrain.engine.checks import has_compiled
 from offloadtrain.runtime.lanes import Lanes, Span
-from offloadtrain.step.program.streaming import StreamError
 
 _DTYPES = (
     "offloadtrain: weights are in 16 bits here, and only inputs of torch's own modules are cast. "
@@ -57,10 +56,10 @@ class _Running(NamedTuple):
     span: Span
     pushed: Chain | None
     blocks: tuple[Block, ...]
-    outside: tuple[Block, ...]
+    outside: Sequence[Block]
     """Streamed blocks whose forward surrounds it."""
-    writes: list[list[int]]
-    """Of each block, those into its streamed trained parameters."""
+    writes: list[tuple[Block, list[int]]]
+    """Its streamed blocks, with the writes into their trained parameters so far."""
 
 
 @dataclass(slots=True)
@@ -105,7 +104,6 @@ class ForwardHooks:
         self._residency = residency
         self._offloader = offloader
         self._blocks = blocks
-        self._order: dict[Block, None] = {}
         self._is_first = True
         """No forward of the model has ended."""
         self._hooked: dict[nn.Module, _HookedModule] = {}
@@ -115,16 +113,16 @@ class ForwardHooks:
         self._compiled = [CompiledForward(module, budget) for module, budget in compiled.items()]
         for forward in self._compiled:
             forward.put()
-        self._saved = _saved_tensors(residency)
+        self._saved = SavedTensors(residency)
         written = Written()
         watcher = weakref.ref(self)
         self._recomputed = {m: Recomputed(m, watcher, written, policy) for m in recomputed}
         self._attach(entries)
 
     @property
-    def forward_order(self) -> list[Block]:
-        """The order in which forward first entered the blocks; blocks never entered come last."""
-        return [*self._order, *(block for block in self._blocks if block not in self._order)]
+    def is_running(self) -> bool:
+        """True if a forward is in progress."""
+        return bool(self._running)
 
     @engine_code
     def enter(
@@ -158,11 +156,16 @@ class ForwardHooks:
         # After the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
         offloader = None if again else self._offloader_of(module)
+        streamed = self._residency.loaded(blocks)
         # The backward of an embedding reads its indices: it needs no weights, and no slot.
-        saved = () if _looks_up(module) else blocks
+        looks_up = isinstance(module, nn.Embedding) and (
+            type(module).forward is nn.Embedding.forward
+        )
+        saved = [] if looks_up else streamed
         outside = self._saved.enter(blocks, saved, again=again or again_now)
         pushed = self._saved.push(offloader, frame) if hooked.handles else None
-        running = _Running(module, frame, span, pushed, blocks, outside, _writes(blocks))
+        writes = [(block, block.writes.read()) for block in streamed]
+        running = _Running(module, frame, span, pushed, blocks, outside, writes)
         hooked.running.append(running)
         self._running.append(running)
 
@@ -194,10 +197,11 @@ class ForwardHooks:
         # Nearly always the last one.
         at = next(i for i in range(len(self._running) - 1, -1, -1) if self._running[i] is running)
         del self._running[at]
-        self._saved.leave(running.outside)
+        self._saved.set_within(running.outside)
         if running.pushed is not None:
             self._saved.pop(running.pushed)
-        written = _written(running.blocks, running.writes)
+        names = (block.written_since(counts) for block, counts in running.writes)
+        written = next(filter(None, names), None)
         # Without a pin the slot may go to another block, whose load waits for compute up to then.
         self._release(running.blocks)
         self._lanes.close_span(running.span)
@@ -209,12 +213,9 @@ class ForwardHooks:
             )
         if self._is_first and module is self._model:
             self._is_first = False
-            uncalled = (block for block in self._blocks if block not in self._order)
-            hooked.waits += [
-                block
-                for block in uncalled
-                if not (block.views.asks or (block.streamed and block.repeated))
-            ]
+            called = self._residency.forward_order
+            uncalled = (block for block in self._blocks if block not in called)
+            hooked.waits += [block for block in uncalled if block.source.waits_with_model(block)]
 
     def end_interrupted(self) -> None:
         """End the forwards that an interruption has cut: [Note: Interrupted forwards]."""
@@ -275,35 +276,19 @@ class ForwardHooks:
             block.forwards += 1
         try:
             for block in blocks:
-                self._order.setdefault(block)
+                self._residency.forward_order.setdefault(block)
                 block.use()
                 block.views.set_ready(ready=True)
         except BaseException:
             self._release(blocks)
             raise
 
-    @staticmethod
-    def _release(blocks: Sequence[Block]) -> None:
+    def _release(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             block.forwards -= 1
-            if block.streamed and not block.forwards:
+        for block in self._residency.loaded(blocks):
+            if not block.forwards:
                 block.views.set_ready(ready=False)
-
-    def read_without_a_call(self, block: Block) -> None:
-        """A function of torch is about to read a block's parameters outside of its forward.
-
-        Raises:
-            StreamError: the weights are in shards, and no forward runs, in which all ranks would
-                read them.
-        """
-        self._order.setdefault(block)
-        if block.streamed and not self._residency.is_single and not self._running:
-            raise StreamError(
-                f"weights of block '{block.name}' are read outside of a forward, and each rank has "
-                "a shard of them (zero_stage = 3): take dict(optimizer.full_weights()), on all "
-                "ranks, or set zero_stage = 2"
-            )
-        block.source.use(block, expected=False)
 
     def _hooked_of(self, module: nn.Module, *, inner: bool = False) -> _HookedModule:
         if module not in self._hooked:
@@ -311,19 +296,6 @@ class ForwardHooks:
             self._hooked[module] = _HookedModule(name or "root", [])
             self._handles += (watch_inside if inner else watch)(module, self)
         return self._hooked[module]
-
-
-def _writes(blocks: Sequence[Block]) -> list[list[int]]:
-    return [block.writes.read() for block in blocks if block.streamed]
-
-
-def _written(blocks: Sequence[Block], writes: Sequence[Sequence[int]]) -> str | None:
-    """Return the name of a streamed parameter that was written since `_writes`, if there is one."""
-    streamed = (block for block in blocks if block.streamed)
-    for block, counts in zip(streamed, writes, strict=True):
-        for param in block.writes.since(counts):
-            return next(s.name for b in block.buckets for s in b.slots if s.param is param)
-    return None
 
 
 def _inside_streamed(streamed: Sequence[Block]) -> dict[nn.Module, list[Block]]:
@@ -334,19 +306,6 @@ def _inside_streamed(streamed: Sequence[Block]) -> dict[nn.Module, list[Block]]:
     inside = dict.fromkeys(module for block in eager for module in block.module.modules())
     blocks_of = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
     return {module: list(dict.fromkeys(owners)) for module, owners in blocks_of.items() if owners}
-
-
-def _saved_tensors(residency: Residency) -> SavedTensors:
-    saved = SavedTensors()
-    for block in residency.stationary:
-        saved.register(block)
-    if residency.streamed:
-        saved.register_streamed(residency)
-    return saved
-
-
-def _looks_up(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
 def in_backward() -> bool:

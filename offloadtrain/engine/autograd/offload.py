@@ -147,7 +147,8 @@ class ActivationOffloader:
             ActivationError: they differ, so that parts of them would be parts of nothing.
         """
         checksum = crc32(tensor.detach().cpu().view(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(self._parts.all_gather_host([checksum])[:, 0].tolist())) > 1:
+        checksums = self._parts.all_gather_host([checksum])
+        if not bool((checksums == checksums[0]).all()):
             raise ActivationError(
                 f"a block input of shape {tuple(tensor.shape)} differs among the "
                 f"{self._parts.size} ranks of 'tp', so they cannot keep a part of it each: with "

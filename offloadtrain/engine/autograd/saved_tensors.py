@@ -33,10 +33,9 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import has_ended
 from offloadtrain.engine.autograd.offload import Offloader
 from offloadtrain.engine.autograd.selective import engine_code
-from offloadtrain.engine.block import Block
+from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import AddressMap
-from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.tensor_parts import is_distributed, local, rebuilt
 from offloadtrain.step.program.streaming import StreamError
 
@@ -227,26 +226,20 @@ class SavedTensors:
         within: streamed blocks whose forward is running.
     """
 
-    def __init__(self) -> None:
-        self.within: tuple[Block, ...] = ()
+    def __init__(self, residency: Residency) -> None:
+        self.within: Sequence[Block] = ()
         self._clock = 0
         """Counts forwards of modules: what is saved later has a higher number."""
         self._readings: dict[Block, Reading] = {}
         """Those of the running forward: all that it saves shares them."""
         self._readings_within: tuple[Reading, ...] | None = None
         self._owners: AddressMap[_Owner | Callable[[Tensor], _Owner | None]] = AddressMap()
-        """The owner of what lies in a buffer, or what tells it of a tensor."""
-        self._residency: Residency | None = None
-
-    def register(self, block: Block) -> None:
-        """Add a block that stays on the device."""
-        for bucket in block.buckets:
-            for version in bucket.versions:
-                self._owners.add(version.flat, (block, bucket))
-
-    def register_streamed(self, residency: Residency) -> None:
-        """Add the streamed blocks, whose memory on the device changes."""
-        self._residency = residency
+        """The owner of what lies in a buffer; of a slot, what tells it of a tensor."""
+        self._residency = residency if residency.memory.slots else None
+        for block in residency.stationary:
+            for bucket in block.buckets:
+                for version in bucket.versions:
+                    self._owners.add(version.flat, (block, bucket))
         for number, slot in enumerate(residency.memory.slots):
             self._owners.add(slot, partial(residency.owner, number))
         for block in residency.streamed:
@@ -286,12 +279,12 @@ class SavedTensors:
         chain.is_off, chain.frame = True, None
 
     def enter(
-        self, blocks: Sequence[Block], saved: Sequence[Block], *, again: bool
-    ) -> tuple[Block, ...]:
+        self, blocks: Sequence[Block], streamed: Sequence[Block], *, again: bool
+    ) -> Sequence[Block]:
         """A forward that reads these blocks begins; returns the previous `within`.
 
         Args:
-            saved: those that what it saves stands for.
+            streamed: those that what it saves stands for.
         """
         outside = self.within
         self._clock += 1
@@ -303,14 +296,11 @@ class SavedTensors:
             counts = torch.is_grad_enabled() and not (again and clock.in_order)
             if counts and not clock.first:
                 clock.first = clock.last
-        self._set_within(tuple(block for block in saved if block.streamed) or outside)
+        self.set_within(streamed or outside)
         return outside
 
-    def leave(self, outside: tuple[Block, ...]) -> None:
-        """The forward is over; `outside`: what `enter` returned."""
-        self._set_within(outside)
-
-    def _set_within(self, blocks: tuple[Block, ...]) -> None:
+    def set_within(self, blocks: Sequence[Block]) -> None:
+        """A forward begins, or is over: then `blocks` is what `enter` returned."""
         self.within = blocks
         # From here on the graph alone holds its readings: they end with its nodes.
         self._readings.clear()
@@ -322,14 +312,14 @@ class SavedTensors:
         owner, handle = self._owners.find(tensor), _HANDLE
         if owner is None and type(tensor) is not Tensor and is_distributed(tensor):
             owner, handle = self._owners.find(local(tensor)), PartHandle
-        if owner is not None and not isinstance(owner, tuple):
-            owner = owner(tensor if handle is _HANDLE else local(tensor))
-        if owner is not None and tensor.dtype is owner[1].dtype:
-            reading = self._reading(owner[0])
-            # Autograd does not notice that an upload replaces the weights: the reading does.
-            if owner[0].streamed:
-                return handle(reading, owner[1], tensor)
-            return tensor.detach(), reading
+        # Autograd does not notice that an upload or a load replaces the weights: the reading does.
+        if isinstance(owner, tuple):
+            if tensor.dtype is owner[1].dtype:
+                return tensor.detach(), self._reading(owner[0])
+        elif owner is not None:
+            in_slot = owner(tensor if handle is _HANDLE else local(tensor))
+            if in_slot is not None and tensor.dtype is in_slot[1].dtype:
+                return handle(self._reading(in_slot[0]), in_slot[1], tensor)
         packed: Kept | Packed
         if offloader is not None and offloader.wants(tensor):
             packed = offloader.offload(tensor)

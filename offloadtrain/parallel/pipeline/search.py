@@ -44,6 +44,8 @@ ALONE: Sequence[Schedule] = ("1f1b",)
 
 ACTIVATIONS: Sequence[Activation] = get_args(Activation)
 
+_OFFLOAD_KEYS = ("recompute_blocks", "partition_activations", "sums_on", "sums_down")
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -83,13 +85,9 @@ class Found:
     @property
     def activation(self) -> str:
         """The policy, and how many layers of each stage run again."""
-        offload = self.plan.job.offload
-        count = (
-            ""
-            if offload.activations.recompute_blocks is None
-            else f" {offload.activations.recompute_blocks}"
-        )
-        return f"{offload.activations.mode}{count}"
+        activations = self.plan.job.offload.activations
+        shown = (activations.mode, activations.recompute_blocks)
+        return " ".join(str(value) for value in shown if value is not None)
 
     @property
     def keys(self) -> str:
@@ -106,27 +104,24 @@ class Found:
             + (f"ranks.layers_per_stage=[{layers}] " if uneven else "")
             + f"train.micro_batch={config.train.micro_batch} "
             f"train.grad_accum_steps={config.train.grad_accum_steps} "
-            f"train.global_batch_tokens=0 {self._keys_of_activations}"
-            + "".join(
-                f" offload.{key}={config.offload.value(key)}"
-                for key in ("sums_on", "sums_down")
-                if config.offload.value(key) != requested.offload.value(key)
-            )
+            f"train.global_batch_tokens=0{self._keys_of_offload}"
             + ("" if config.ranks.flushes else " offload.update=delayed offload.warmup_steps=0")
         )
 
     @property
-    def _keys_of_activations(self) -> str:
+    def _keys_of_offload(self) -> str:
+        """The keys that the search sets where they differ from the job's."""
         offload, requested = self.plan.job.offload, self.asked.offload
-        activation, count = offload.activations.mode, offload.activations.recompute_blocks
-        if count is None and requested.activations.recompute_blocks is not None:
-            activation, count = "recompute", 0  # the same: a number cannot be left out by --set
-        unpartitioned = requested.activations.partition and not offload.activations.partition
-        return (
-            f"offload.activation={activation}"
-            + ("" if count is None else f" offload.recompute_blocks={count}")
-            + (" offload.partition_activations=false" if unpartitioned else "")
-        )
+        changed = {
+            key: value
+            for key in _OFFLOAD_KEYS
+            if (value := offload.value(key)) != requested.value(key)
+        }
+        changed = {"activation": offload.value("activation")} | changed
+        if changed.get("recompute_blocks", 0) is None:
+            # The same: a number cannot be left out by --set.
+            changed |= {"activation": "recompute", "recompute_blocks": 0}
+        return "".join(f" offload.{key}={value}".lower() for key, value in changed.items())
 
 
 def search(
@@ -237,10 +232,9 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
 def _with_sums(job: Config, count: int) -> Iterator[Config]:
     """Yield the job with so many microbatches summed on the host, unless it asks for the device,
     and on the device."""
-    if job.offload.gradients.sums_tier != "device":
-        yield with_sums_on(job, "host")
-    if job.offload.gradients.sums_tier == "device" or count > 1:
-        yield with_sums_on(job, "device")
+    tiers: Sequence[Literal["host", "device"]] = ("host", "device") if count > 1 else ("host",)
+    for tier in {"device": ("device",)}.get(job.offload.gradients.sums_tier, tiers):
+        yield with_sums_on(job, tier)
 
 
 def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:

@@ -321,8 +321,8 @@ class SplitStep:
         self._requested: tuple[list[dict[str, Any]], bool] | None = None
         """Hyperparameters and `skip` of a step that is not decided."""
         self._is_over = self._samples = False
-        self._pending: PendingNorm | None = None
-        """The step whose squares are sent, and that is not decided."""
+        self._decide_sent: Callable[[], None] = lambda: None
+        """Decides the step whose squares are sent; nothing if there is none."""
         self._in_flight: deque[int] = deque()
         """For each microbatch between forward and backward, the version of its weights."""
 
@@ -402,21 +402,18 @@ class SplitStep:
         Raises:
             RankError: stages disagree about the step.
         """
-        self._decide()
+        self._decide_sent()
         if self._samples:
             self._samples = False
             self._engine.sample_timeline()
 
-    def _decide(self) -> None:
-        if (pending := self._pending) is None:
-            return
-        assert self._requested is not None
-        (hyperparameters, skip), self._requested, self._pending = self._requested, None, None
+    def _decide(self, norm: PendingNorm, hyperparameters: list[dict[str, Any]], skip: bool) -> None:
+        self._requested, self._decide_sent = None, lambda: None
         now = [dict(group) for group in self._groups]
         for group, then in zip(self._groups, hyperparameters, strict=True):
             group.update(then)
         try:
-            self._step_tensor.fill_(self._engine.decide(pending, skip=skip).step)
+            self._step_tensor.fill_(self._engine.decide(norm, skip=skip).step)
         finally:
             for group, current in zip(self._groups, now, strict=True):
                 group.update(current)
@@ -431,7 +428,7 @@ class SplitStep:
         if not newest:
             # The last step's backwards, which read the version before, are over.
             self._engine.publish_weights()
-        self._decide()
+        self._decide_sent()
         self._engine.guard.in_flight = False
         self._engine.guard.delay_goes_on = not newest
         if newest:
@@ -440,7 +437,8 @@ class SplitStep:
     def _send(self) -> None:
         """Send the squares once the backwards are over and step() was called, whichever is last."""
         if self._is_over and self._requested is not None:
-            self._pending = self._engine.send_squares()
+            norm = self._engine.send_squares()
+            self._decide_sent = partial(self._decide, norm, *self._requested)
             self._is_over = False
 
 

@@ -34,12 +34,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, check_model
+from offloadtrain.engine.checks import check_model
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine, hook_parameters
 from offloadtrain.engine.param_groups import normalise_groups

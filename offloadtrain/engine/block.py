@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,26 +41,20 @@ class StaleGraphError(OffloadTrainError):
     """A backward over a graph whose weights have been updated since."""
 
 
-@contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """Leave a user's inference mode: views made inside it could not be trained afterwards."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 _Views = list[tuple[Callable[[Tensor], None], Tensor]]
 """What makes each parameter a view, and the view."""
 
 
-class Source(Protocol):
+class Source:
     """Brings a block's weights to where compute reads them. A block gets its source once, when
-    memory is laid out: nobody else asks where its weights are.
+    memory is laid out: nobody else asks where its weights are. This is the source of weights that
+    are there.
 
     Attributes:
         gathers: a use is a collective of the ranks that have shards of the weights.
     """
 
-    gathers: bool
+    gathers = False
 
     def use(self, block: Block, *, expected: bool = True) -> None:
         """Compute is about to read the weights; `expected`: see `Streaming.use`."""
@@ -80,32 +73,27 @@ class Source(Protocol):
             StreamError: the weights are in shards, and no forward runs, in which all ranks would
                 read them.
         """
+        return None
 
     def waits_with_model(self, block: Block) -> bool:
         """Tell whether the model's own forward must wait for a block that nothing else waits for:
         no forward of its module has run."""
+        return False
 
     def unpacked(self, block: Block, clock: int) -> None:
         """A node of the graph is about to read the weights; see `Block.unpacked`."""
 
     def is_at(self, block: Block, clock: int) -> bool:
         """Tell whether `unpacked` would do nothing."""
+        return True
 
     def pinned(self, block: Block) -> bool:
         """Tell whether a forward or a backward in progress needs the weights where they are."""
+        return block.forwards > 0
 
 
-class _Closed:
+class _Closed(Source):
     """The source of a block whose engine is closed: its parameters hold their weights."""
-
-    gathers = False
-
-    def use(self, block: Block, *, expected: bool = True) -> None: ...
-
-    def read(self, block: Block, slot: Slot, *, in_graph: bool, in_forward: bool) -> None: ...
-
-    def waits_with_model(self, block: Block) -> bool:
-        return False
 
     def unpacked(self, block: Block, clock: int) -> None:
         raise StaleGraphError(
@@ -114,9 +102,6 @@ class _Closed:
         )
 
     def is_at(self, block: Block, clock: int) -> bool:
-        return False
-
-    def pinned(self, block: Block) -> bool:
         return False
 
 
@@ -200,7 +185,8 @@ class ParameterViews:
                 show(view)
 
     def _make(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
-        with _ordinary_tensors():
+        # Views made in a user's inference mode could not be trained afterwards.
+        with torch.inference_mode(False), torch.no_grad():
             slots = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
             setters = [
                 partial(setattr, s.local, "data")
@@ -384,11 +370,6 @@ class Block:
         """The ranges that a forward or a backward of it reads, where they are now."""
         return self.views.ranges
 
-    @property
-    def resident_option(self) -> str:
-        """The option that leaves it on the device."""
-        return "more resident_blocks" if self.repeated else f'keep_whole = ["{self.name}"]'
-
     def use(self) -> None:
         """Compute is about to read the weights."""
         self.source.use(self)
@@ -426,10 +407,8 @@ class Block:
         self.unpacked(self.graphs.generation, self.clock.last)
 
 
-class Resident:
+class Resident(Source):
     """The source of blocks that stay on the device: compute waits for an upload, never a load."""
-
-    gathers = False
 
     def __init__(self, residency: Residency, program: Program) -> None:
         self._residency, self._program = residency, program
@@ -446,26 +425,16 @@ class Resident:
     def waits_with_model(self, block: Block) -> bool:
         return not block.views.asks
 
-    def unpacked(self, block: Block, clock: int) -> None:
-        """The weights are where the graph left them."""
 
-    def is_at(self, block: Block, clock: int) -> bool:
-        return True
-
-    def pinned(self, block: Block) -> bool:
-        return block.forwards > 0
-
-
-class Residency:
+class Residency(Source):
     """Reports uses to the program, and carries out its slot changes. The source of streamed blocks.
 
     Pins: see [Note: Streaming] in `step.program.streaming`.
 
     Attributes:
         blocks: by name.
-        stationary, streamed: those with and without a place of their own on the device.
+        streamed: those without a place of their own on the device.
         forward_order: blocks in the order of their first use in forward, as keys.
-        is_single: one rank has all weights.
         gathers: weights of some blocks are in shards, which forwards gather (ZeRO stage 3).
     """
 
@@ -476,10 +445,8 @@ class Residency:
         for block in blocks:
             block.source = sources[block.streamed]
         self.streamed = streamed = self.loaded(blocks)
-        self.stationary = [block for block in blocks if block not in streamed]
         self.forward_order: dict[Block, None] = {}
-        self.is_single = program.spec.is_single
-        self.gathers = bool(streamed) and not self.is_single
+        self.gathers = bool(streamed) and not program.spec.is_single
         self._program = program
         self.memory = memory
         self.blocks = {block.name: block for block in blocks}
@@ -508,11 +475,6 @@ class Residency:
     def loaded(self, blocks: Iterable[Block]) -> list[Block]:
         """Return those of the blocks whose weights this loads."""
         return [block for block in blocks if block.source is self]
-
-    @property
-    def resident(self) -> list[Block]:
-        """Streamed blocks that have a slot."""
-        return [self.blocks[name] for name in self._program.streaming.resident]
 
     def owner(self, slot: int, tensor: Tensor) -> tuple[Block, Bucket] | None:
         """Return the block and bucket whose weights a tensor in this slot views, if it has one."""
@@ -562,7 +524,7 @@ class Residency:
         if block in self._exposed and not in_graph:
             return None
         self.forward_order.setdefault(block)
-        if not (self.is_single or in_forward):
+        if self.gathers and not in_forward:
             raise StreamError(
                 f"weights of block '{block.name}' are read outside of a forward, and each rank has "
                 "a shard of them (zero_stage = 3): take dict(optimizer.full_weights()), on all "
@@ -610,7 +572,7 @@ class Residency:
         and may be about to run that forward again."""
         # The pin comes before the use, whose loads ahead must not take the block's slot.
         pinned = self.passed(clock)
-        known = block in pinned and not self.is_single
+        known = block in pinned and self.gathers
         pinned.setdefault(block, clock)
         # Where a layer reads two blocks in turn, ranks may do so more or less often: the loads
         # ahead follow the first reads, which all ranks make. The pin has kept the slot.
@@ -663,19 +625,14 @@ class Residency:
         """Tell whether a block's parameters are views of the host's copy."""
         return block in self._exposed
 
-    def order_of_uploads(self) -> list[Block]:
-        """Return the order in which forward first entered the blocks; blocks never entered come
-        last."""
-        return list(dict.fromkeys((*self.forward_order, *self.blocks.values())))
-
     def show_host_weights(self) -> None:
         """The lanes are idle: make parameters views of the host's copy until their next use. Where
         that is a shard, they stay as they are."""
-        for block in self.stationary:
-            block.views.set_ready(ready=True)
-        for block in self.streamed if self.is_single else ():
+        for block in self.blocks.values():
+            if block.source is not self:
+                block.views.set_ready(ready=True)
             # A block whose forward is running keeps its slot: the call comes from inside it.
-            if not block.forwards:
+            elif not (self.gathers or block.forwards):
                 self.interpreter.run(self._program.drop_slot, block.name)
                 block.views.show_host()
                 self._exposed.add(block)
@@ -691,7 +648,7 @@ class Residency:
                 # A mapped file lives as long as its views.
                 on_disk = self._program.buckets[bucket.name].loads_from_file
                 for slot in bucket.slots:
-                    if not self.is_single:
+                    if self.gathers:
                         no_weights = slot.local.data.new_empty(0)
                         if has_successor:
                             no_weights = slot.local.data.new_full((), math.nan).expand(slot.shape)
@@ -705,7 +662,6 @@ class Residency:
         # not with a later collection of garbage.
         for block in self.blocks.values():
             block.source = _Closed()
-        self.interpreter.close()
         del self.interpreter
 
     # Operations of the program.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.buffers import MemoryMap
-from offloadtrain.engine.skipping import Usage
+from offloadtrain.engine.division import Usage
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +21,13 @@ from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.checks import has_compiled, keeps_fp32
-from offloadtrain.engine.division import Division
+from offloadtrain.engine.division import Division, entries_in
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import NormMeasure
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.relayout import Earlier
-from offloadtrain.engine.skipping import entries_in
 from offloadtrain.engine.weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule
@@ -39,23 +41,87 @@ from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.program import Program
 
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Resources:
+    """What an engine runs on and allocates from. An engine that takes its place takes them over.
+
+    Attributes:
+        arena: host memory.
+        disk: the file for what is on the disk; each engine has its own.
+        ledger: all of them report to it.
+    """
+
+    lanes: Lanes
+    arena: Arena
+    disk: DiskArena
+    ledger: Ledger
+
+
+class Release:
+    """The finalizer of an optimizer.
+
+    An optimizer that goes out of scope gives the model its weights back, as `close()` does. At the
+    end of the process it does not: nobody reads the weights any more, and the host may have no room
+    for a copy of them. Its reference to the optimizer is dead in the first case only.
+
+    Attributes:
+        engine: weak, as the engine refers to the model, which may refer to the optimizer. A hook of
+            the model keeps the engine alive until it is closed.
+    """
+
+    engine: Callable[[], Engine | None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        optimizer: object,
+        resources: Resources,
+        joined: Sequence[Ranks],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.resources, self._joined = resources, joined
+        # Where it is dropped without close(), and at the end of the process.
+        self.finalizer = weakref.finalize(optimizer, self)
+
+    def __call__(self) -> None:
+        """Give back the lanes, the memory that they use, and process groups whose world is gone."""
+        try:
+            engine = self.engine()
+            if self._optimizer() is None and engine is not None and not engine.guard.closed:
+                # Gathering shards takes a collective, and ranks drop their optimizers at different
+                # times.
+                if engine.residency.gathers:
+                    _log.warning(
+                        "an optimizer whose weights are in shards (zero_stage = 3) went out of "
+                        "scope: the weights of its layers are gone, and their parameters are "
+                        "empty. Keep a reference to it, take dict(optimizer.full_weights()) on all "
+                        "ranks, then call optimizer.close()"
+                    )
+                engine.close()
+        finally:
+            # Drains first: copies and kernels in flight use the arena's memory and the file.
+            self.resources.lanes.close()
+            self.resources.arena.close()
+            self.resources.disk.close()
+            for ranks in self._joined:
+                ranks.let_go()
+
 
 def build(
     model: nn.Module,
     rules: Sequence[AnyRule],
     groups: Sequence[Mapping[str, Any]],
     config: OffloadConfig,
+    resources: Resources,
     *,
     device: torch.device,
     division: Division,
     param_init_fn: ParamInit | None,
-    lanes: Lanes,
-    arena: Arena,
-    disk: DiskArena,
-    ledger: Ledger,
     has_values: bool = True,
     earlier: Earlier | None = None,
-) -> tuple[Engine, list[Block]]:
+) -> Engine:
     """Partition the model, move its weights into flat buffers, make the engine.
 
     Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
@@ -69,10 +135,17 @@ def build(
     """
     parts, ranks = partition(model), division.replicas
     missed, room, late = (earlier.missed, earlier.num_bytes, True) if earlier else ({}, 0, False)
+    lanes, disk = resources.lanes, resources.disk
     blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes, missed)
     spec = lay_out(model, blocks, config, division, available_bytes() + room)
     program = Program(spec, ranks.rank, division.parts.rank)
-    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger, is_late=late)
+    memory = MemoryMap(
+        *(program.table, device),
+        arena=resources.arena,
+        disk=disk,
+        ledger=resources.ledger,
+        is_late=late,
+    )
     buckets = [bucket for block in blocks for bucket in block.all_buckets]
     shared = buckets, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.state.seed, parts=division.parts)
@@ -98,7 +171,7 @@ def build(
         offloader=_offloader(model, program, interpreter, ranges.inputs, division.parts),
         **_layer_modes(parts, config),
     )
-    engine = Engine(
+    return Engine(
         forward_hooks,
         lanes=lanes,
         program=program,
@@ -111,7 +184,6 @@ def build(
         residency=residency,
         ranks=ranks,
     )
-    return engine, blocks
 
 
 def _layer_modes(parts: Sequence[Part], config: OffloadConfig) -> dict[str, Any]:
@@ -142,7 +214,15 @@ def lay_out(
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
     """
     spec = placement.lay_out(
-        [_spec_of(block) for block in blocks],
+        [
+            BlockSpec(
+                block.name,
+                tuple(bucket.spec for bucket in block.buckets),
+                tuple(bucket.spec for bucket in block.frozen),
+                *(block.repeated, block.leaf, block.recomputed, block.then),
+            )
+            for block in blocks
+        ],
         config,
         ranks=division.replicas.size,
         num_tensors=division.first + sum(1 for _ in model.parameters()),
@@ -163,12 +243,6 @@ def lay_out(
         # Frozen weights of a block that stays on the device are no bucket: they never move.
         block.frozen = tuple(bucket for bucket in block.frozen if bucket.name in laid_out)
     return spec
-
-
-def _spec_of(block: Block) -> BlockSpec:
-    trained, frozen = (tuple(b.spec for b in some) for some in (block.buckets, block.frozen))
-    kind = block.repeated, block.leaf, block.recomputed, block.then
-    return BlockSpec(block.name, trained, frozen, *kind)
 
 
 def make_blocks(
@@ -210,7 +284,12 @@ def make_blocks(
         )
         may_leave = part.repeated if streams else False
         may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks) == 3)
-        still = _still_frozen(part, owner) if may_leave else []
+        # Frozen parameters of a part that may be streamed are loaded with its trained ones.
+        still = [
+            (name, p)
+            for name, p in (part.parameters if may_leave else ())
+            if not p.requires_grad and p.is_floating_point() and p.numel() and p not in owner
+        ]
         frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, division, {})
         if buckets or frozen:
             kind = {
@@ -246,21 +325,6 @@ def _check_names(names: Sequence[str]) -> None:
             f"two modules of the model would both be called '{twice}' here: rename the one that is "
             f"called '{twice}' in named_modules()"
         )
-
-
-def _still_frozen(
-    part: Part, owner: Mapping[nn.Parameter, Block]
-) -> list[tuple[str, nn.Parameter]]:
-    """List the frozen parameters of a part that may be streamed, which are loaded with its trained
-    ones."""
-    return [
-        (name, param)
-        for name, param in part.parameters
-        if not param.requires_grad
-        and param.is_floating_point()
-        and param.numel()
-        and param not in owner
-    ]
 
 
 def _buckets(

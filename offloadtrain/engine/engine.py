@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -260,6 +260,7 @@ class Engine:
             program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
+        self._agreed_order: list[Block] = []
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
@@ -267,26 +268,23 @@ class Engine:
 
     @property
     def forward_order(self) -> list[Block]:
-        """The order in which weights go up: rank 0's, among ranks."""
-        return self.residency.order_of_uploads() if self._ranks.is_single else self._agreed_order
-
-    @cached_property
-    def _agreed_order(self) -> list[Block]:
-        """A collective: the first use agrees on it."""
-        blocks = [*self.residency.blocks.values()]
-        numbers = [blocks.index(block) for block in self.residency.order_of_uploads()]
-        agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-        return [blocks[int(number)] for number in agreed]
+        """The order in which weights go up: rank 0's, among ranks, which agree at the first use, a
+        collective."""
+        if self._ranks.is_single or not self._agreed_order:
+            blocks = [*self.residency.blocks.values()]
+            # Blocks that forward has never entered come last.
+            order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
+            if self._ranks.is_single:
+                return order
+            numbers = [blocks.index(block) for block in order]
+            agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
+            self._agreed_order = [blocks[int(number)] for number in agreed]
+        return self._agreed_order
 
     @property
     def counter(self) -> StepCounter:
         """The count of steps."""
         return self.reports.counter
-
-    @property
-    def salvaged(self) -> bool:
-        """The device has failed, and the state on the host is that of a step."""
-        return self.guard.salvaged
 
     def deliver(self, block: Block, slot: Slot) -> None:
         """Post-accumulate-grad hook of one parameter.
@@ -476,7 +474,7 @@ class Engine:
 
     def salvage(self, failure: BaseException) -> None:
         """After a failure of the device: make the state on the host that of `step_count`, without
-        touching the device; see [Note: Salvage] in `engine.salvage`. Only reading the state
+        touching the device; see [Note: Salvage] in `engine.interpreter`. Only reading the state
         and closing make sense afterwards.
 
         Raises:
@@ -586,13 +584,9 @@ class Engine:
             self.functions.at_rest()
             self.residency.show_host_weights()
 
-    def sample_timeline(self) -> None:
-        """Record the intervals of all lanes until the next step()."""
-        self.reports.sample_timeline()
-
     def _begin_forward(self) -> ForwardHooks | None:
         self.gradients.begin_root_forward()
-        between_steps = self.guard.phase is Phase.FORWARD and not self.salvaged
+        between_steps = self.guard.phase is Phase.FORWARD and not self.guard.salvaged
         engine = self.successor() if between_steps else None
         return None if engine is None else engine.forward_hooks
 
@@ -628,6 +622,7 @@ class Engine:
         self._interpreter.failure = None
         self.step_gradients.access.end_step()
         self.residency.close(has_successor=has_successor)
+        self.functions.close()
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.undecided_scale * self._ranks.everyone.size
@@ -635,13 +630,13 @@ class Engine:
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)
 
 
-def hook_parameters(engine: Engine, blocks: Sequence[Block]) -> list[Any]:
+def hook_parameters(engine: Engine) -> list[Any]:
     """Report the gradient of every trained parameter to the engine, which they do not keep alive;
     returns the handles of the hooks."""
     alive = weakref.ref(engine)
     return [
         slot.param.register_post_accumulate_grad_hook(partial(_deliver, alive, block, slot))
-        for block in blocks
+        for block in engine.residency.blocks.values()
         for bucket in block.buckets
         for slot in bucket.slots
     ]

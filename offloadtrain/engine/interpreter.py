@@ -1,9 +1,27 @@
-"""Runs the program's operations: kind → function, ref → memory, lane → stream or thread."""
+"""Runs the program's operations: kind → function, ref → memory, lane → stream or thread.
+
+[Note: Salvage]
+A step is decided when its norm is known: by then all of its gradients are on the host, and what is
+left is Adam, bucket by bucket, on the host. The device is not needed for it. So after a failure the
+state on the host is that of a whole step, or can be made so:
+
+    before the decision   the updates of the step before are finished; the step itself is given up
+    after the decision   its own updates are finished as well
+    neither               only where Adam has run in place inside backward (`updates_early`), before
+                          all gradients were there: that state is between two steps; or where
+                          matrices of a decided step were not orthogonalized, which the device does
+
+The journal holds each launch of Adam until the host lane is known to have run it. What was launched
+and did not run is run with the same operands and hyperparameters by the thread that salvages. What
+was decided and not launched is run after it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple, ParamSpec, Protocol
@@ -15,14 +33,13 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Delivered, Slot
 from offloadtrain.engine.buffers import Ranges
-from offloadtrain.engine.salvage import Call, SalvageError, UpdateJournal
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.kernels import KernelCalls
-from offloadtrain.runtime.lanes import Lanes, Range, copy, views
+from offloadtrain.runtime.lanes import HostProgress, Lanes, Range, copy, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
 from offloadtrain.runtime.process_group import ALONE, Ranks
@@ -49,6 +66,137 @@ from offloadtrain.step.program.operations import (
 )
 
 P = ParamSpec("P")
+
+
+class SalvageError(OffloadTrainError):
+    """The state on the host is not that of a whole step, and cannot be made so."""
+
+
+Call = Callable[[], object]
+
+
+@dataclass(slots=True)
+class _Adam:
+    """One launch of Adam.
+
+    Attributes:
+        number: its place among the operations of the host lane, 1-based.
+        run: calls it with its operands.
+        decided: the state takes it: in place, its step is decided; out of place, the copies of the
+            state are swapped.
+    """
+
+    bucket: str
+    number: int
+    run: Call
+    in_place: bool
+    decided: bool
+
+    def is_over(self, ended: int) -> bool:
+        """Tell whether it has run, and nothing can make a difference any more."""
+        return self.number <= ended and (self.decided or not self.in_place)
+
+
+class UpdateJournal:
+    """The launches of Adam that the host lane may not have run yet, in their order."""
+
+    def __init__(self) -> None:
+        self._open: deque[_Adam] = deque()
+        self._left: Sequence[Operation] = ()
+        self._of_matrices: set[str] = set()
+        """Buckets whose Adam needs what the device has computed."""
+
+    def needs_device(self, bucket: str) -> None:
+        """The bucket's Adam comes after the device's part of its update."""
+        self._of_matrices.add(bucket)
+
+    def launches(self, op: Launch, run: Call, progress: HostProgress, *, decided: bool) -> None:
+        """Adam is about to be launched on the host lane.
+
+        Args:
+            decided: its step is.
+        """
+        assert op.update is not None
+        # In order: what is after one that has not run has not run either.
+        while self._open and self._open[0].is_over(progress.ended):
+            self._open.popleft()
+        in_place = not op.update.out_of_place
+        number = progress.launched + 1
+        self._open.append(_Adam(op.owner, number, run, in_place, decided and in_place))
+
+    def decide(self) -> None:
+        """The step is decided: what has run in place inside its backward counts."""
+        for update in self._open:
+            update.decided = update.decided or update.in_place
+
+    def swapped(self, bucket: str) -> None:
+        """The last update into the other copy of the bucket's state becomes its state."""
+        for update in reversed(self._open):
+            if update.bucket == bucket and not update.in_place:
+                update.decided = True
+                return
+
+    def forget(self) -> None:
+        """The lanes are empty, and the whole state was set anew."""
+        self._open.clear()
+
+    def cut(self, left: Sequence[Operation]) -> None:
+        """These operations of a decided step will not be launched."""
+        self._left = left
+
+    def finish(
+        self, progress: HostProgress, call_of: Callable[[Launch], Call], swap: Callable[[str], None]
+    ) -> None:
+        """Run the updates that were decided and have not run. The host lane has stopped for good.
+
+        Args:
+            call_of: makes the call of a launch.
+            swap: makes the other copy of a bucket's state the state.
+
+        Raises:
+            SalvageError: nothing was run.
+        """
+        self._check(progress)
+        remaining: list[Call] = []
+        for op in self._left:
+            if isinstance(op, Swap):
+                self.swapped(op.bucket)
+                swap(op.bucket)
+            elif isinstance(op, Launch) and op.kind is Kind.ADAM:
+                remaining.append(call_of(op))
+        missing = (update for update in self._open if update.number > progress.ended)
+        for run in (*(update.run for update in missing if update.decided), *remaining):
+            run()
+        self._open.clear()
+        self._left = ()
+
+    def _check(self, progress: HostProgress) -> None:
+        in_place = [update for update in self._open if update.in_place]
+        begun = [update for update in in_place if update.number <= progress.begun]
+        if early := [update for update in begun if not update.decided]:
+            raise SalvageError(
+                f"Adam of {len(early)} buckets ran inside a backward that did not end: the state "
+                "is between two steps. With offload.skip_nonfinite = true no update runs before "
+                "all gradients of its step are on the host"
+            )
+        pending = [
+            update.bucket
+            for update in in_place
+            if update.decided and update.number > progress.ended
+        ]
+        kinds = (Kind.DIRECTION, Kind.ADAM)
+        left = [op for op in self._left if isinstance(op, Launch) and op.kind in kinds]
+        pending += [op.owner for op in left]
+        self._of_matrices.update(op.owner for op in left if op.kind is Kind.DIRECTION)
+        if lost := self._of_matrices.intersection(pending):
+            raise SalvageError(
+                f"the update of {len(lost)} buckets of matrices was decided, and the device has "
+                "not orthogonalized them: the state is between two steps. Go on from a checkpoint"
+            )
+        if torn := [update for update in begun if update.number > progress.ended]:
+            raise SalvageError(
+                f"Adam of '{torn[0].bucket}' itself failed, in the midst of the state"
+            )
 
 
 class RankDigests:
@@ -84,6 +232,7 @@ class Functions:
     Attributes:
         delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
         groups: the optimizer's own list, whose hyperparameters each launch reads anew.
+        rules: that of each group.
         seed: that of stochastic rounding.
         writer: takes what the next launches of `WRITE` read.
         digests: of the collectives, and of weights that the user has written.
@@ -112,15 +261,15 @@ class Functions:
         self._ranks = ranks
         self._disk = disk
         self._parts = parts
-        self._rules = rules
+        self.rules = rules
         self.groups = groups
         self._targets: dict[tuple[str, int, Ref], Targets] = {}
         """Bucket, the start of a piece, and its staging → where the gradients go."""
         self._makers: dict[Kind, Callable[[Launch], Function]] = {
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._collective,
-            Kind.ALL_REDUCE: self._all_reduce,
-            Kind.GATHER_INPUT: self._gather_input,
+            Kind.ALL_REDUCE: self._collective,
+            Kind.GATHER_INPUT: self._collective,
             Kind.DIRECTION: self._direction,
             Kind.ORTHOGONALIZE: self._orthogonalize,
             Kind.ADAM: self._adam,
@@ -191,14 +340,24 @@ class Functions:
         if op.hi == bucket.hi - bucket.lo:
             self.delivered.pop(op.owner, None)
 
+        # If every parameter of the bucket has a gradient, as in nearly every step.
+        complete = len(delivered) == len(bucket.slots)
+        key = (op.owner, op.lo, op.writes[0])
+
         def gather(flat: Tensor) -> None:
-            targets = self._targets_of(op, flat, delivered)
-            sources = [
-                delivered[number][1]
-                if cut is None
-                else flat_gradient(*delivered[number])[slice(*cut)]
-                for number, cut in targets.sources
-            ]
+            if (targets := self._targets.get(key) if complete else None) is None:
+                shard_numel = bucket.hi - bucket.lo
+                each = range(bucket.spec.ranks if op.hi - op.lo < shard_numel else 1)
+                starts = [rank * shard_numel + op.lo for rank in each]
+                targets = targets_of(flat, starts, [slot for slot, _ in delivered])
+                if complete:
+                    self._targets[key] = targets
+            sources = []
+            for number, cut in targets.sources:
+                gradient = delivered[number][1]
+                if cut is not None:
+                    gradient = flat_gradient(*delivered[number])[slice(*cut)]
+                sources.append(gradient)
             with torch.no_grad():
                 if targets.gaps:
                     torch._foreach_zero_(targets.gaps)
@@ -207,41 +366,20 @@ class Functions:
 
         return gather
 
-    def _targets_of(self, op: Launch, flat: Tensor, delivered: Delivered) -> Targets:
-        """Return where `delivered` goes. Cached if every parameter of the bucket has a gradient, as
-        in nearly every step."""
-        bucket, key = self._buckets[op.owner], (op.owner, op.lo, op.writes[0])
-        complete = len(delivered) == len(bucket.slots)
-        if complete and (cached := self._targets.get(key)):
-            return cached
-        shard_numel = bucket.hi - bucket.lo
-        each = range(bucket.spec.ranks if op.hi - op.lo < shard_numel else 1)
-        starts = [rank * shard_numel + op.lo for rank in each]
-        targets = targets_of(flat, starts, [slot for slot, _ in delivered])
-        if complete:
-            self._targets[key] = targets
-        return targets
-
     def _collective(self, op: Launch) -> Function:
         # By the launching thread, in launch order: ranks compare it with the norm, so that a
         # collective matched with another one is found in the step where it happened.
         self.digests.add_collective(op.name)
         HEARTBEAT.collective_of = op.name
-        ranks = self._buckets[op.owner].sharers
-        self._lanes.totals.comm_bytes += ranks.sent_bytes(op.writes[0].nbytes)
-        return ranks.all_gather if op.kind is Kind.ALL_GATHER else ranks.reduce_scatter
-
-    def _all_reduce(self, op: Launch) -> Function:
-        self.digests.add_collective(op.name)
-        copies = self._ranks.copies
-        # A reduce-scatter and an all-gather of the shard.
-        self._lanes.totals.comm_bytes += 2 * copies.sent_bytes(op.writes[0].nbytes)
-        return copies.all_reduce
-
-    def _gather_input(self, op: Launch) -> Function:
-        self.digests.add_collective(op.name)
-        self._lanes.totals.comm_bytes += self._parts.sent_bytes(op.writes[0].nbytes)
-        return self._parts.all_gather
+        sent = op.writes[0].nbytes
+        if op.kind is Kind.ALL_REDUCE:
+            # A reduce-scatter and an all-gather of the shard.
+            self._lanes.totals.comm_bytes += 2 * self._ranks.copies.sent_bytes(sent)
+            return self._ranks.copies.all_reduce
+        of_input = op.kind is Kind.GATHER_INPUT
+        ranks = self._parts if of_input else self._buckets[op.owner].sharers
+        self._lanes.totals.comm_bytes += ranks.sent_bytes(sent)
+        return ranks.reduce_scatter if op.kind is Kind.REDUCE_SCATTER else ranks.all_gather
 
     def _accumulate(self, op: Launch) -> Function:
         layout, first = self._buckets[op.owner].layout, op.first
@@ -282,8 +420,13 @@ class Functions:
         def measure(squares: Tensor) -> None:
             if silent:
                 squares[list(silent)] = 0.0
-            # In the dtype that goes down, which is the parameters', and nearly always autograd's.
-            dense = [(slot.index, _dense(slot, grad, bucket.dtype)) for slot, grad in delivered]
+            dense = []
+            for slot, grad in delivered:
+                ordered = grad if grad.stride() == slot.stride else flat_gradient(slot, grad)
+                # In the dtype that goes down: the parameters', and nearly always autograd's.
+                if ordered.dtype is not bucket.dtype:
+                    ordered = ordered.to(bucket.dtype)
+                dense.append((slot.index, ordered))
             kernels.sum_squares_each(dense, squares)
 
         return measure
@@ -293,7 +436,7 @@ class Functions:
         assert update is not None
         # A copy: Adam runs on the host lane later, while a scheduler may change the group.
         group = dict(self.groups[bucket.group])
-        rule, seed = self._rules[bucket.group], self.seed
+        rule, seed = self.rules[bucket.group], self.seed
         if isinstance(rule, MatrixRule):
             return self._apply(bucket, rule, group)
         if bucket.usage is not None:
@@ -330,7 +473,7 @@ class Functions:
 
     def _direction(self, op: Launch) -> Function:
         bucket, update, seed = self._buckets[op.owner], op.update, self.seed
-        rule, group = self._rules[bucket.group], dict(self.groups[bucket.group])
+        rule, group = self.rules[bucket.group], dict(self.groups[bucket.group])
         assert update is not None and isinstance(rule, MatrixRule)
 
         def direction(grad: Tensor, target: Tensor, *state: Tensor) -> None:
@@ -351,7 +494,7 @@ class Functions:
 
     def _orthogonalize(self, op: Launch) -> Function:
         bucket = self._buckets[op.owner]
-        rule, group = self._rules[bucket.group], dict(self.groups[bucket.group])
+        rule, group = self.rules[bucket.group], dict(self.groups[bucket.group])
         slot = next(slot for slot in bucket.slots if slot.offset == bucket.lo + op.lo)
         assert isinstance(rule, MatrixRule)
 
@@ -435,12 +578,6 @@ def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
     return flat
 
 
-def _dense(slot: Slot, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient in the order of its parameter's memory, and of this dtype."""
-    dense = grad if grad.stride() == slot.stride else flat_gradient(slot, grad)
-    return dense if dense.dtype is dtype else dense.to(dtype)
-
-
 def _add(staged: Tensor, grad: Tensor) -> None:
     grad.add_(staged)
 
@@ -502,11 +639,11 @@ class Interpreter:
     """Runs operations of the program, which knows no tensor, on lanes, which know no block.
 
     Attributes:
-        cut: the exception that cut operations short. The program assumes that all of them ran, so
-            nothing more runs until the step is given up and both restart from memory at rest.
-        torn: weights or state may be between two steps then: a restart is impossible.
+        failure: the exception that cut operations short. The program assumes that all of them ran,
+            so nothing more runs until the step is given up and both restart from memory at rest.
+        is_inconsistent: weights or state may be between two steps then: no restart is possible.
         lock: is held from an event of the program until its operations are launched.
-        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.salvage`.
+        journal: the updates that may be unfinished; see [Note: Salvage].
     """
 
     def __init__(
@@ -592,11 +729,9 @@ class Interpreter:
     def require_intact(self) -> None:
         """Raises CutShortError if earlier operations were cut short."""
         if self.failure is not None:
-            remedy = (
-                "close() and offload again"
-                if self.is_inconsistent
-                else "zero_grad() gives the step up"
-            )
+            remedy = "zero_grad() gives the step up"
+            if self.is_inconsistent:
+                remedy = "close() and offload again"
             raise CutShortError(
                 f"{type(self.failure).__name__} ({self.failure}) cut the operations of a step "
                 f"short: {remedy}"
@@ -614,10 +749,6 @@ class Interpreter:
         # Waits for the host lane alone: its last operation may still write the state.
         self._lanes.abandon()
         self.journal.finish(self._lanes.host_progress(), self._call_of, self._residents.swap)
-
-    def close(self) -> None:
-        """Nothing is launched any more: drop the functions, which refer to this object."""
-        self._functions.close()
 
     def _launch(self, op: Launch) -> None:
         lookup = self._memory.__getitem__

@@ -21,10 +21,9 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import MemoryMap
-from offloadtrain.engine.division import Division, Measured
+from offloadtrain.engine.division import Division, Measured, Usage
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Functions, Interpreter
-from offloadtrain.engine.skipping import Usage
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import is_divided

@@ -19,7 +19,7 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.float8 import converted_layers
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.bucket import dense_stride
-from offloadtrain.engine.build import build, lay_out, make_blocks
+from offloadtrain.engine.build import Release, Resources, build, lay_out, make_blocks
 from offloadtrain.engine.checks import (
     check_model,
     offloaded,
@@ -41,7 +41,6 @@ from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.engine.prepared import Prepared
 from offloadtrain.engine.promotion import Promotion
 from offloadtrain.engine.relayout import Earlier, check_room, warn_of_turns
-from offloadtrain.engine.release import Release
 from offloadtrain.engine.state import (
     check_held_by,
     copy_assigned,
@@ -84,8 +83,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     """What ends the steps, each in several moments, in the place of `step`."""
     _warned: frozenset[str] = frozenset()
     """Names of the warnings that it has given, each once."""
-    _changes = 0
-    """Of what is trained."""
 
     def __init__(
         self,
@@ -101,12 +98,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     ) -> None:
         """`ledger`: that of the process's other engines."""
         super().__init__(groups, common_defaults(groups, rule))
-        self.device, self.ledger, self.model = device, ledger or Ledger(), model
-        self.working_dtype = PRECISIONS[config.precision]
+        self.device, self.model = device, model
         self._division, self._rule = division, rule
-        self._rules = [rule_of(rule, group) for group in self.param_groups]
-        self._promotion = Promotion(config, self._rules, device, division)
-        self._steps = {0: torch.zeros((), dtype=torch.float32, device="cpu")}
+        rules = [rule_of(rule, group) for group in self.param_groups]
+        self._promotion = Promotion(config, rules, device, division)
         self._missed: dict[nn.Parameter, int] = {}
         """Parameter → steps of the run that it has not made, of those that came later."""
         self._frozen_state: dict[nn.Parameter, list[Tensor]] = {}
@@ -114,29 +109,25 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.saved_averages: list[Mapping[str, Any]] = []
         """Averages (`EMA`) in the order in which they were made; state of those to be made."""
-        self._arena = Arena(self.ledger, pin=config.memory.pin and device.type == "cuda")
+        ledger = ledger or Ledger()
+        arena = Arena(ledger, pin=config.memory.pin and device.type == "cuda")
         lanes.loads_cross_bus = config.weights.offloaded
+        resources = Resources(lanes, arena, _disk(config, ledger), ledger)
         joined = division.replicas, division.stages, division.parts
-        self._release = Release(self, lanes, self._arena, self._disk(config), joined)
-        # Where it is dropped without close(), and at the end of the process.
-        self._finalizer = weakref.finalize(self, self._release)
+        self._release = Release(self, resources, joined)
         try:
-            self._build(config, lanes, param_init_fn)
+            self._build(config, rules, param_init_fn)
         except BaseException:
-            self._finalizer()
+            self._release.finalizer()
             raise
         self._start()
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
 
-    def _disk(self, config: OffloadConfig) -> DiskArena:
-        memory = config.memory
-        return DiskArena(self.ledger, memory.scratch_dir, in_memory=memory.scratch_in_memory)
-
     def _build(
         self,
         config: OffloadConfig,
-        lanes: Lanes,
+        rules: Sequence[AnyRule],
         param_init_fn: ParamInit | None = None,
         earlier: Earlier | None = None,
     ) -> None:
@@ -144,18 +135,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         compiled = config.compile_blocks
         # Before modules inside of layers get hooks.
         with converted_layers(self.model, config.fp8, self.device, is_compiled=compiled) as layers:
-            self._engine, self._blocks = build(
+            self._engine = build(
                 self.model,
-                self._rules,
+                rules,
                 self.param_groups,
                 config,
+                self._release.resources,
                 device=self.device,
                 division=self._division,
                 param_init_fn=param_init_fn,
-                lanes=lanes,
-                arena=self._arena,
-                disk=self._release.disk,
-                ledger=self.ledger,
                 earlier=earlier,
             )
         self._engine.casts += layers
@@ -164,11 +152,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Upload the weights, and put everything on the model that belongs to the engine; `casts`:
         those that are there."""
         self._release.engine = weakref.ref(self._engine)
-        self._engine.lanes.copies_block = self.device.type == "cuda" and not self._arena.pinned
+        self._engine.lanes.copies_block = self.device.type == "cuda" and not self.pinned
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
         self._seal = ParameterGuard(self.model)
-        self._steps = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
-        self._set_steps(self._engine.counter.steps)
+        counter = self._engine.counter
+        counter.shown = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
+        counter.count_from(counter.steps)
         self._fill_state()
         self._attach(casts or [])
         alive = weakref.ref(self)
@@ -178,7 +167,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         model, engine, cast_inputs = self.model, self._engine, self.config.activations.cast_inputs
         slots = [slot for block in self._blocks for b in block.all_buckets for slot in b.slots]
         engine.attached += [
-            *hook_parameters(engine, self._blocks),
+            *hook_parameters(engine),
             *attach_state_dict_hooks(model, self, engine),
             *check_evaluations(model, engine, self.ranks),
             ParameterReaders(self, [(slot.name, slot.param) for slot in slots], engine),
@@ -192,6 +181,16 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def config(self) -> OffloadConfig:
         """The options that it was made with."""
         return self._engine.program.spec.config
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """The dtype of the weights that compute reads, and of gradients."""
+        return PRECISIONS[self.config.precision]
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the memory of this process's engines is used for."""
+        return self._release.resources.ledger
 
     @property
     def grad_accum_steps(self) -> int:
@@ -221,7 +220,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     @property
     def pinned(self) -> bool:
         """True if all host memory is page-locked: only then do transfers overlap with compute."""
-        return self._arena.pinned
+        return self._release.resources.arena.pinned
 
     @property
     def grad_norm(self) -> float | None:
@@ -383,19 +382,18 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 )
             return loss
         self._check()
-        report = self._engine.step(skip=skip)
-        self._set_steps(report.step)
+        self._engine.step(skip=skip)
         self._move_state(self._promotion.after_step(self._engine))
         return loss
 
-    def split(self, make: Callable[[Engine, Callable[[], None], Tensor], _S]) -> _S:
+    def split(self, make: Callable[[Engine, Callable[[], None]], _S]) -> _S:
         """Let another object end the steps, each in several moments.
 
         Args:
-            make: makes it of the engine, a function that raises where the model or a
-                hyperparameter cannot be updated, and the 0-dim tensor of the number of steps.
+            make: makes it of the engine, and a function that raises where the model or a
+                hyperparameter cannot be updated.
         """
-        self._split = split = make(self._engine, self._check, self._steps[0])
+        self._split = split = make(self._engine, self._check)
         return split
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -463,7 +461,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Record the intervals of each lane in the next step, for its report's `timeline`; where
         steps are split, in the step after the next one to be decided. Nothing waits for the lanes
         until the timeline is read."""
-        (self._split or self._engine).sample_timeline()
+        (self._split or self._engine.reports).sample_timeline()
 
     @property
     def samples_late(self) -> bool:
@@ -545,7 +543,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             SalvageError: the state is between two steps, or not on the host.
         """
         self._engine.salvage(failure)
-        self._set_steps(self._engine.counter.steps)
         self._fill_state()
         return self._engine.counter.steps
 
@@ -642,15 +639,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             # Limits of memory and names of modules are checked: nothing is refused from here on.
             least = available_bytes() + earlier.num_bytes
             check_room(lay_out(self.model, blocks, *for_all, least), least)
-            self._missed, self._rules = missed, rules
+            self._missed, resources = missed, self._release.resources
             casts = engine.leave()
             earlier.prepare()
             # Modules may have come with a group.
             while groups is not self.param_groups and casts:
                 casts.pop().remove()
             self.param_groups[:] = groups
-            disk, self._release.disk = self._release.disk, self._disk(config)
-            self._build(config, engine.lanes, earlier=earlier)
+            disk, resources.disk = resources.disk, _disk(config, self.ledger)
+            self._build(config, rules, earlier=earlier)
             earlier.finish()
             self._engine.residency.memory.allocate()
             self._engine.go_on_from(engine)
@@ -658,8 +655,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._start(casts)
             for average in self.averages.values():
                 average.follow()
-            self._changes += 1
-            warn_of_turns(self._changes, self._engine.counter.steps)
+            warn_of_turns(engine.reports.layouts - 1, self._engine.counter.steps)
 
     def _move_state(self, state_on: StateOn | None) -> None:
         """Lay memory out anew with the state elsewhere, unless None; weights that wait (update mode
@@ -684,17 +680,18 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             BufferSpec("state of frozen parameters", value.numel(), name_of(value.dtype))
             for value in values.values()
         ]
-        memory = self._arena.map(rows)
+        arena = self._release.resources.arena
+        memory = arena.map(rows)
         copies = {"step": torch.as_tensor(state.get("step", 0.0), device="cpu").clone()}
         for (name, value), flat in zip(values.items(), memory, strict=True):
             shaped = with_own_storage(flat).as_strided(value.shape, dense_stride(value))
             copies[name] = shaped.copy_(value)
-        self._arena.release(self._frozen_state.pop(param, []))
+        arena.release(self._frozen_state.pop(param, []))
         self._frozen_state[param], self.state[param] = memory, copies
 
     def _drop_frozen(self, param: nn.Parameter) -> None:
         """Forget the state of a frozen parameter."""
-        self._arena.release(self._frozen_state.pop(param))
+        self._release.resources.arena.release(self._frozen_state.pop(param))
         self.state.pop(param, None)
 
     def close(self) -> None:
@@ -714,7 +711,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             # Views of memory that the finalizer is about to give back.
             self.state.clear()
             self._handed_out.clear()
-            self._finalizer()
+            self._release.finalizer()
             offloaded.pop(self.model, None)
 
     def _check(self) -> None:
@@ -730,7 +727,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            step = self._steps[bucket.missed_steps]
+            step = self._engine.counter.shown[bucket.missed_steps]
             step = bucket.usage.steps_of(slot) if bucket.usage else step
             self._engine.functions.hand_out(bucket, tensors := views(bucket, slot))
             self.state[slot.param] = {"step": step, **tensors}
@@ -787,8 +784,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 "begins anew"
             )
         for bucket, slot in () if deleted else slots:
-            step = self._steps[bucket.missed_steps]
+            step = self._engine.counter.shown[bucket.missed_steps]
             copy_assigned(bucket, slot, self.state[slot.param], step)
         self._fill_state()
         if deleted:
             self.reset_state()
+
+
+def _disk(config: OffloadConfig, ledger: Ledger) -> DiskArena:
+    return DiskArena(ledger, config.memory.scratch_dir, in_memory=config.memory.scratch_in_memory)

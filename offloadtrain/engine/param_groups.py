@@ -28,7 +28,12 @@ def normalise_groups(
             no matrix, in a group of matrices.
         ValueError: for hyperparameters out of range or unknown.
     """
-    user_groups = _as_groups(model, params)
+    if params is None:
+        params = (p for p in model.parameters() if p.requires_grad and p.numel())
+    items: list[Any] = list(params)
+    if not (items and isinstance(items[0], dict)):
+        items = [{"params": items}]
+    user_groups = [{**group, "params": listed(group["params"])} for group in items]
     check_trained(model, user_groups)
     return completed_groups(model, user_groups, rule, are_all=True)
 
@@ -127,17 +132,6 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
         for param in module.parameters(recurse=False)
     }
     return {param for param in inside - outside - tables if param.ndim == 2}
-
-
-def _as_groups(
-    model: nn.Module, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
-    if params is None:
-        params = (p for p in model.parameters() if p.requires_grad and p.numel())
-    items: list[Any] = list(params)
-    if items and isinstance(items[0], dict):
-        return [{**group, "params": listed(group["params"])} for group in items]
-    return [{"params": listed(items)}]
 
 
 def listed(params: Any) -> list[nn.Parameter]:

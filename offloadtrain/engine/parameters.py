@@ -123,7 +123,8 @@ class OffloadedParameter(nn.Parameter):
     def grad(self, grad: Tensor | None) -> None:
         observer = _observer_of(self)
         if observer is None or not observer.gradient_is_set(self, grad, sys._getframe(1)):
-            set_gradient(self, grad)
+            with past_the_class():
+                _GRAD.__set__(self, grad)
 
     @grad.deleter
     def grad(self) -> None:
@@ -183,7 +184,8 @@ class UnreadyParameter(OffloadedParameter):
         with past_the_class():
             if func in _LAYOUT and (observer := _observer_of(args[0])) is not None:
                 return func(observer.layout_of(args[0]), *args[1:], **kwargs)
-            if func in WITHOUT_VALUES or _is_of_autograd(func):
+            of_autograd = (getattr(func, "__module__", "") or "").startswith("torch.autograd")
+            if of_autograd or func in WITHOUT_VALUES:
                 return func(*args, **kwargs)
             copies: _Copies = {}
             read = partial(_readable, copies, has_gradient=func not in _DETACHED)
@@ -321,10 +323,6 @@ def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-def _is_of_autograd(func: Any) -> bool:
-    return (getattr(func, "__module__", "") or "").startswith("torch.autograd")
-
-
 def _observer_of(param: Tensor) -> Observer | None:
     reference = _observers.get(param)
     observer: Observer | None = None if reference is None else reference()
@@ -340,12 +338,6 @@ def take_gradients(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
             grads.append(get(param))
             set_(param, None)
     return grads
-
-
-def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
-    """Set `param.grad` for the engine itself: no observer is called."""
-    with past_the_class():
-        _GRAD.__set__(param, grad)
 
 
 def observe(params: Iterable[nn.Parameter], observer: Observer) -> None:

@@ -45,7 +45,12 @@ def partition(model: nn.Module) -> list[Part]:
     for part in _walk("", model):
         by_module.setdefault(part.module, part)
     first: dict[nn.Parameter, str] = {}
-    return [replace(part, tied=_tied(part, first)) for part in by_module.values()]
+    parts = []
+    for part in by_module.values():
+        holders = [first.setdefault(param, part.name) for _, param in part.parameters]
+        tied = tuple(name for name in dict.fromkeys(holders) if name != part.name)
+        parts.append(replace(part, tied=tied))
+    return parts
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -59,12 +64,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def remember_layers(model: nn.Module, names: Sequence[str]) -> None:
     """A copy of the model remembers them, too."""
     setattr(model, _LAYERS, tuple(names))
-
-
-def _tied(part: Part, first: dict[nn.Parameter, str]) -> tuple[str, ...]:
-    """`first`: parameter → the first part that refers to it; those of the part are added."""
-    holders = [first.setdefault(param, part.name) for _, param in part.parameters]
-    return tuple(name for name in dict.fromkeys(holders) if name != part.name)
 
 
 def _walk(name: str, module: nn.Module, *, called: bool = False) -> Iterator[Part]:

@@ -331,13 +331,9 @@ class StateIO:
     model: nn.Module
     state: defaultdict[Tensor, Any]
     _division: Division
-    _blocks: Sequence[Block]
     _engine: Engine
-    _rules: Sequence[AnyRule]
     _seal: ParameterGuard
     _frozen_state: dict[nn.Parameter, list[Tensor]]
-    _steps: dict[int, Tensor]
-    """Steps missed → the step of the parameters that have missed so many: a 0-dim fp32 tensor."""
 
     def synchronize(self) -> None:
         raise NotImplementedError
@@ -363,10 +359,14 @@ class StateIO:
         """The ranks that share the state."""
         return self._division.replicas
 
-    def _set_steps(self, step: int) -> None:
-        """Show the steps after so many of the run."""
-        for missed, tensor in self._steps.items():
-            tensor.fill_(step - missed)
+    @property
+    def _blocks(self) -> list[Block]:
+        return [*self._engine.residency.blocks.values()]
+
+    @property
+    def _rules(self) -> Sequence[AnyRule]:
+        """The rule of each group."""
+        return self._engine.functions.rules
 
     @cached_property
     def parts(self) -> Parts:
@@ -409,7 +409,7 @@ class StateIO:
             PartError: a part of a matrix is in a format that only this mesh could read.
         """
         # After a failure of the device the weights on it are lost: the checkpoint ends the delay.
-        in_use = self._is_delayed and not self._engine.salvaged
+        in_use = self._is_delayed and not self._engine.guard.salvaged
         rank = self.ranks.rank
         buckets = [bucket for block in self._blocks for bucket in block.all_buckets]
         states = list(flat_states(buckets, rank, in_use=in_use, parts=self.parts))
@@ -431,7 +431,7 @@ class StateIO:
 
         The writer is called on the lane of writes, in any order of buckets. One at a time.
         """
-        if not self._engine.salvaged:
+        if not self._engine.guard.salvaged:
             self.take_over_writes()
             self._engine.write_state(writer)
             return
@@ -445,7 +445,7 @@ class StateIO:
 
     def finish_writing(self) -> None:
         """Wait until `write_state` has written everything."""
-        if not self._engine.salvaged:
+        if not self._engine.guard.salvaged:
             self._engine.finish_writing()
 
     def scaler_state(self) -> dict[str, float] | None:
@@ -590,8 +590,7 @@ class StateIO:
         self._seal.renew()
 
     def _count_from(self, step: int, expert_steps: Mapping[str, Sequence[int]]) -> None:
-        self._engine.counter.steps = step
-        self._set_steps(step)
+        self._engine.counter.count_from(step)
         for bucket, slot in self._slots():
             if bucket.usage is not None:
                 steps = expert_steps.get(slot.name, step)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from torch import Tensor
+
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.norm import Norm
 from offloadtrain.optim import LossScaler
@@ -121,17 +123,12 @@ class StepReport(LaneReport):
         """The first parameters with non-finite gradients, and the ranks that own them, for
         messages."""
         owners = self.nonfinite_ranks or ((),) * len(self.nonfinite)
-        pairs = zip(self.nonfinite[:_NAMED], owners, strict=False)
-        named = ", ".join(f"'{name}'{_owned_by(ranks)}" for name, ranks in pairs)
+        named = []
+        for name, ranks in zip(self.nonfinite[:_NAMED], owners, strict=False):
+            numbers, s = ", ".join(map(str, ranks)), "s" if len(ranks) > 1 else ""
+            named.append(f"'{name}'" + (f" (in the shard{s} of rank {numbers})" if ranks else ""))
         more = len(self.nonfinite) - _NAMED
-        return f"{named} and {more} more" if more > 0 else named
-
-
-def _owned_by(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return ""
-    numbers = ", ".join(map(str, ranks))
-    return f" (in the shard{'s' if len(ranks) > 1 else ''} of rank {numbers})"
+        return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
 def warn_of_skips(report: StepReport) -> None:
@@ -159,12 +156,15 @@ class StepCounter:
         steps: optimizer steps done.
         tries: steps decided, skipped ones included.
         skipped_in_a_row: skipped steps since the last one that was not.
+        shown: steps missed → `state[p]["step"]` of the parameters that have missed so many of the
+            run's: 0-dim fp32 tensors, which follow `steps`.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
         scales = config.precision == "fp16"
         self.scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
         self.steps = self.tries = self.skipped_in_a_row = 0
+        self.shown: dict[int, Tensor] = {}
         self._warmup_steps = config.warmup_steps if config.update == "delayed" else None
         self._decision: tuple[bool | None, bool] | None = None
         """Of the last decided step, until the loss scale is updated: whether it overflowed, and
@@ -191,11 +191,17 @@ class StepCounter:
         if self.scaler is not None:
             self.scaler.catch_up()
 
+    def count_from(self, steps: int) -> None:
+        """Set the number of steps done."""
+        self.steps = steps
+        for missed, tensor in self.shown.items():
+            tensor.fill_(steps - missed)
+
     def decide(self, *, skipped: bool, overflow: bool) -> None:
         """Count a step that the lanes, or `salvage`, will do."""
         late = self._warmup_steps is not None and self.steps + 1 > self._warmup_steps
         self.tries += 1
-        self.steps += not skipped
+        self.count_from(self.steps + (not skipped))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         # A step that was skipped without an overflow says nothing about the loss scale.
         self._decision = (overflow if overflow or not skipped else None), late
@@ -222,6 +228,7 @@ class Reporter:
     Attributes:
         last_step: the report of the last step; None before the first.
         state_on_device: the share of the optimizer state that is on the device.
+        layouts: the number of layouts so far.
         warns_of_skips: log a warning of skips in a row.
     """
 
@@ -229,6 +236,7 @@ class Reporter:
         self.counter = StepCounter(spec.config)
         self.last_step: StepReport | None = None
         self.warns_of_skips = True
+        self.layouts = 0
         self._lanes, self._ranks = lanes, ranks
         self._totals = lanes.read_totals()
         self._sampling = self._has_warned = False
@@ -237,6 +245,7 @@ class Reporter:
     def of_layout(self, spec: StepSpec) -> Reporter:
         """The next steps are those of this layout."""
         self.state_on_device = device_share(spec)
+        self.layouts += 1
         return self
 
     def sample_timeline(self) -> None:

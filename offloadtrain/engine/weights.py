@@ -538,9 +538,10 @@ class WeightsIO(StateIO):
         values = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
         changed = [(name, param.data) for name, param in values if param in written]
         if incoming is not None:
-            statistics = {
-                id(x) for m in self.model.modules() if _keeps_statistics(m) for x in m.buffers()
-            }
+            norms = (
+                m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)
+            )
+            statistics = {id(x) for m in norms if m.track_running_stats for x in m.buffers()}
             buffers = [(n, x) for n, x in self.model.named_buffers() if id(x) not in statistics]
             changed += [(name, buffer) for name, buffer in buffers if name in incoming.names]
         for name, value in changed:
@@ -553,8 +554,3 @@ class WeightsIO(StateIO):
         self._engine.program.before_masters_change()
         self.take_over_writes()
         self._incoming = Given(self.model, values)
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    norm = isinstance(module, nn.modules.batchnorm._NormBase)
-    return norm and bool(module.track_running_stats)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.engine.bucket import Bucket, Delivered, Slot
-from offloadtrain.engine.skipping import entries_in
+from offloadtrain.engine.division import entries_in
 from offloadtrain.optim import AnyRule, UpdateRule, keeps_whole
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import BLOCK, KernelCalls, Layout
@@ -335,7 +335,7 @@ def _first_and_total(local_steps: Tensor, share: Share) -> tuple[int, int]:
 
 
 class UnusedExperts:
-    """Skips experts that a step has not used: the `Skipping` of `engine.skipping`."""
+    """Skips experts that a step has not used: the `Skipping` of `engine.division`."""
 
     def usage_of(self, slots: Sequence[Slot], counts: Sequence[int]) -> Experts:
         return Experts(slots, counts)

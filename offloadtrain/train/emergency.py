@@ -3,7 +3,7 @@
 [Note: Emergency]
 The device holds nothing that is worth saving: weights are rounded masters, and gradients belong to
 a step that is given up. The optimizer finishes on the host what was decided ([Note: Salvage] in
-`engine.salvage`), and the run is saved as it was after that step: random states and the
+`engine.interpreter`), and the run is saved as it was after that step: random states and the
 place in the data were noted there. Whatever exists on the device only and may have changed since
 the last checkpoint makes that checkpoint the last one, and the message says why.
 """

@@ -46,7 +46,7 @@ def test_each_is_a_class_of_its_own() -> None:
 @pytest.mark.parametrize("name", (*SLICE, *WITHOUT_LAYERS))
 def test_streaming_has_more_blocks_than_slots(name: str) -> None:
     offloaded = ot.offload(training.build(ARCHITECTURES[name]), device="cpu", working="host")
-    streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.all_buckets)]
+    streamed = [b for b in offloaded._blocks if any(bucket.sources for bucket in b.all_buckets)]
     offloaded.close()
     assert (len(streamed) > 2) is (name not in WITHOUT_LAYERS)
 

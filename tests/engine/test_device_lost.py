@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.hardware.direct_io import DirectFile
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes

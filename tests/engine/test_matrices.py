@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offloadtrain.engine.salvage import SalvageError, UpdateJournal
+from offloadtrain.engine.interpreter import SalvageError, UpdateJournal
 from offloadtrain.runtime.lanes import HostProgress, Lane, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Kind, Launch, Update

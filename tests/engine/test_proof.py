@@ -22,8 +22,7 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import modes
-from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Allocate, Ref
+from offloadtrain.step.program.operations import Allocate, Dependencies, Ref
 from offloadtrain.step.proof.prove import order, prove
 from offloadtrain.step.proof.recording import Entry, Waited
 from tests import levels

@@ -177,7 +177,7 @@ def _file_of(bucket: Bucket, field: str) -> Tensor:
     if field == "gradient":
         return bucket.buffer(Memory.GRADIENT_FILE).flat
     if field == "streamed weights":
-        return bucket.load_source.flat
+        return bucket.home.flat
     names = [item.name for item in bucket.format.fields(bucket.spec.moments)]
     return bucket.state[names.index(field)].flat
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.step.layout.formats import ADAM_MOMENTS as ADAM

@@ -17,7 +17,7 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import ConfigError, DiskError
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.runtime import disk_arena
 from offloadtrain.runtime.lanes import Lane, LaneError
 from offloadtrain.step.layout.step_spec import STATE_SLOTS

@@ -10,7 +10,7 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import DeviceMemoryError
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.step.layout.tiers import Tier
 from tests.numerics.comparison import pair, train
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offloadtrain.step.program.dependencies import Dependencies
+from offloadtrain.step.program.operations import Dependencies
 from tests.distributed.conftest import Run
 from tests.oracle.cases import CASES, COVERING
 from tests.oracle.programs import difference, known

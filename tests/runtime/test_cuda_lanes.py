@@ -21,8 +21,7 @@ from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import modes
-from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Kind
+from offloadtrain.step.program.operations import Dependencies, Kind
 from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches
 from tests.engine.test_async_save import Copies

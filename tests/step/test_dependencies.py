@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.step.layout.buffers import Memory
-from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import (
+    Dependencies,
     HostWait,
     Kind,
     Lane,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from offloadtrain.step.layout.buffer_table import buffer_table
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Enter, Kind, Leave, Operations, Wait
+from offloadtrain.step.program.operations import Dependencies, Enter, Kind, Leave, Operations, Wait
 from offloadtrain.step.program.places import BucketRefs
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError, Streaming

@@ -236,8 +236,8 @@ class SavedTensors:
         self._owners: AddressMap[_Owner | Callable[[Tensor], _Owner | None]] = AddressMap()
         """The owner of what lies in a buffer; of a slot, what tells it of a tensor."""
         self._residency = residency if residency.memory.slots else None
-        for block in residency.stationary:
-            for bucket in block.buckets:
+        for block in residency.blocks.values():
+            for bucket in block.buckets if block.source is not residency else ():
                 for version in bucket.versions:
                     self._owners.add(version.flat, (block, bucket))
         for number, slot in enumerate(residency.memory.slots):
@@ -339,10 +339,11 @@ class SavedTensors:
 
 
 def _raise_absent(block: Block, _: Tensor) -> NoReturn:
+    option = "more resident_blocks" if block.repeated else f'keep_whole = ["{block.name}"]'
     raise StreamError(
         f"weights of block '{block.name}' are read outside its forward, while they are on the "
         "host, or in shards: only modules that are called can be streamed. Leave this one on the "
-        f"device: {block.resident_option}"
+        f"device: {option}"
     )
 
 

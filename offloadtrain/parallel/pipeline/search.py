@@ -232,9 +232,11 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
 def _with_sums(job: Config, count: int) -> Iterator[Config]:
     """Yield the job with so many microbatches summed on the host, unless it asks for the device,
     and on the device."""
-    tiers: Sequence[Literal["host", "device"]] = ("host", "device") if count > 1 else ("host",)
-    for tier in {"device": ("device",)}.get(job.offload.gradients.sums_tier, tiers):
-        yield with_sums_on(job, tier)
+    requested = job.offload.gradients.sums_tier
+    if requested != "device":
+        yield with_sums_on(job, "host")
+    if requested == "device" or count > 1:
+        yield with_sums_on(job, "device")
 
 
 def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:

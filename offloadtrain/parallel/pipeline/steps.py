@@ -307,17 +307,14 @@ class SplitStep:
         self,
         engine: Engine,
         check: Callable[[], None],
-        step_tensor: Tensor,
         groups: Sequence[dict[str, Any]],
     ) -> None:
         """
         Args:
             check: raises where the model or a hyperparameter cannot be updated.
-            step_tensor: 0-dim, gets the number of steps.
             groups: those of the optimizer.
         """
-        self._engine, self._check, self._step_tensor = engine, check, step_tensor
-        self._groups = groups
+        self._engine, self._check, self._groups = engine, check, groups
         self._requested: tuple[list[dict[str, Any]], bool] | None = None
         """Hyperparameters and `skip` of a step that is not decided."""
         self._is_over = self._samples = False
@@ -405,7 +402,7 @@ class SplitStep:
         self._decide_sent()
         if self._samples:
             self._samples = False
-            self._engine.sample_timeline()
+            self._engine.reports.sample_timeline()
 
     def _decide(self, norm: PendingNorm, hyperparameters: list[dict[str, Any]], skip: bool) -> None:
         self._requested, self._decide_sent = None, lambda: None
@@ -413,7 +410,7 @@ class SplitStep:
         for group, then in zip(self._groups, hyperparameters, strict=True):
             group.update(then)
         try:
-            self._step_tensor.fill_(self._engine.decide(norm, skip=skip).step)
+            self._engine.decide(norm, skip=skip)
         finally:
             for group, current in zip(self._groups, now, strict=True):
                 group.update(current)

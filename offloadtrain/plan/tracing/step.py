@@ -39,7 +39,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.build import build
+from offloadtrain.engine.build import Resources, build
 from offloadtrain.engine.checks import check_model
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine, hook_parameters
@@ -318,18 +318,16 @@ def _of_some_layers(
 
 def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloaded:
     ledger, rule = Ledger(), AdamW()
-    engine, blocks = build(
+    arena = _HostMemory(ledger, meter, config.activations.moved)
+    engine = build(
         model,
         [rule],
         normalise_groups(model, None, rule),
         config,
+        Resources(InertLanes(meter), arena, MetaDiskArena(ledger), ledger),
         device=next(model.parameters()).device,
         division=Division(),
         param_init_fn=None,
-        lanes=InertLanes(meter),
-        arena=_HostMemory(ledger, meter, config.activations.moved),
-        disk=MetaDiskArena(ledger),
-        ledger=ledger,
         has_values=False,
     )
     layers = [part.module for part in partition(model) if part.repeated]
@@ -339,10 +337,10 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         for param in model.parameters()
         if param.requires_grad
     ]
-    hooks += hook_parameters(engine, blocks)
+    hooks += hook_parameters(engine)
     dtype = PRECISIONS[config.precision]
     hooks += attach_casts(model, layers, dtype, cast_inputs=config.activations.cast_inputs)
-    return _Offloaded(model, engine, blocks, hooks)
+    return _Offloaded(model, engine, [*engine.residency.blocks.values()], hooks)
 
 
 def _delivered(meter: Meter, param: Tensor) -> None:

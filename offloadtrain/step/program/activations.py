@@ -33,8 +33,7 @@ from itertools import islice
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Free, Kind, Lane, Launch, Ref
+from offloadtrain.step.program.operations import Dependencies, Free, Kind, Lane, Launch, Ref
 
 _LEAVING = 2
 """Inputs that may be in flight to the host: one that is copied, one after it."""

@@ -29,8 +29,7 @@ from collections.abc import Mapping, Sequence
 
 from offloadtrain.step.layout.buffers import BufferTable, Memory
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref, Written
+from offloadtrain.step.program.operations import Dependencies, Kind, Lane, Launch, Ref, Written
 from offloadtrain.step.program.places import BucketRefs
 
 

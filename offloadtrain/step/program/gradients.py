@@ -11,9 +11,9 @@ backward is added, or if none arrives, the norm is measured on the sum and repla
 
 The device's sums of squares are copied into pinned memory. If all state is on the host, this copy
 follows the copies of the gradients, so that step() waits for those, too. A decided step then no
-longer needs the device and can be finished without it ([Note: Salvage] in `engine.salvage`). This
-does not delay the update: its first bucket is the first one of the forward, whose gradient is the
-last to come down.
+longer needs the device and can be finished without it ([Note: Salvage] in `engine.interpreter`).
+This does not delay the update: its first bucket is the first one of the forward, whose gradient is
+the last to come down.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from offloadtrain.step.layout.block_spec import BucketSpec
 from offloadtrain.step.layout.buffers import BufferKey, BufferTable, Memory
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref, Ring, ref_of
+from offloadtrain.step.program.operations import Dependencies, Kind, Lane, Launch, Ref, Ring, ref_of
 
 Refs = Mapping[tuple[Memory, int, int], Ref]
 """Kind, version and field → a buffer of one bucket."""

@@ -23,7 +23,6 @@ from offloadtrain.step.layout.buffer_table import buffer_table
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.activations import ActivationPath
-from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath, SavePath
 from offloadtrain.step.program.gradients import GradientPath
 from offloadtrain.step.program.modes import (
@@ -34,7 +33,7 @@ from offloadtrain.step.program.modes import (
     Speculation,
     Speculative,
 )
-from offloadtrain.step.program.operations import Kind, Lane, Launch, Operations, Ring
+from offloadtrain.step.program.operations import Dependencies, Kind, Lane, Launch, Operations, Ring
 from offloadtrain.step.program.places import BlockRefs, BucketRefs
 from offloadtrain.step.program.streaming import Streaming
 from offloadtrain.step.program.updates import UpdatePath

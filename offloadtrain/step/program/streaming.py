@@ -28,8 +28,16 @@ from typing import NamedTuple
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.layout.buffers import BufferTable, Memory
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Enter, Kind, Lane, Launch, Leave, Ref, Ring
+from offloadtrain.step.program.operations import (
+    Dependencies,
+    Enter,
+    Kind,
+    Lane,
+    Launch,
+    Leave,
+    Ref,
+    Ring,
+)
 from offloadtrain.step.program.places import BucketRefs
 
 

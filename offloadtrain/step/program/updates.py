@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 
 from offloadtrain.step.layout.block_spec import MatrixSpec
 from offloadtrain.step.layout.buffers import BufferTable, Memory, WeightRoute
-from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath
 from offloadtrain.step.program.gradients import GradientSlots
 from offloadtrain.step.program.operations import (
+    Dependencies,
     Enter,
     Event,
     Flip,

@@ -135,9 +135,10 @@ class GradientOptions(OptionGroup):
         "host",
         """where microbatches are summed, in fp32, if the state is on the host. "device": 4 bytes
         per parameter there; one copy goes down per step, in fp32, whatever the number of
-        microbatches; a share such as {"device": 0.4}: the sums of so many parameters, in buckets
-        spread over the model, are on the device, the others on the host. The same bits. "auto" is
-        decided by the plan of a job: the share that it has room for, where that is faster.""",
+        microbatches; a share such as {"device": 0.4}: the sums of so many parameters are there,
+        those of embedding, head and layers spread over the model, and the others on the host. The
+        same bits. "auto" is decided by the plan of a job: what it has room for, if that is
+        faster.""",
         name="sums_on",
         shares=("device", "host"),
     )

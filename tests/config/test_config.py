@@ -490,7 +490,6 @@ def test_a_setting_of_the_file_that_an_override_contradicts_is_dropped_with_a_me
     [
         ("loss_scale_hysteresis", 2, "offload.precision=bf16"),
         ("sums_down", "working", "offload.sums_on=host"),
-        ("sums_down", "working", "offload.sums_on={host=1}"),
         ("recompute_blocks", 3, "offload.activation=keep"),
         ("warmup_steps", 4, "offload.update=exact"),
     ],

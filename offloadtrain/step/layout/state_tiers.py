@@ -12,11 +12,12 @@ Of the buckets that the host updates, those on the disk are spread evenly: it up
 state it has while the next is read.
 
 [Note: Sums where there is room]
-Sums of microbatches are on the device for a share of the buckets, spread evenly over the model. In
-each backward the bus and the host then have a bucket of the others to bring down and add while the
-device computes the blocks between. Staging holds a few buckets, so if the others were neighbours,
-compute would wait for the bus in front of them and leave it idle behind them. Which buckets these
-are does not depend on where the state is: with the state on the device, the sum is part of it.
+Sums of microbatches are on the device for a share of the buckets. What the host adds goes through a
+few staging slots during backward, and compute waits for a free one. So embedding and head come
+first: they are several times as large as staging, and little is computed next to them. The rest of
+the share is spread evenly over the layers, so that the bus and the host bring down and add one
+while the device computes the next ones. Which buckets these are does not depend on where the state
+is: a sum is part of the state that is on the device.
 """
 
 from __future__ import annotations
@@ -67,7 +68,14 @@ def with_sum_tiers(blocks: Sequence[BlockSpec], config: OffloadConfig) -> tuple[
     """Choose the buckets whose microbatches are summed on the device, if the state is on the
     host."""
     buckets = [bucket for block in blocks for bucket in block.buckets]
-    chosen = _spread(buckets, config.gradients.device_share)
+    layers = [bucket for block in blocks if block.repeated for bucket in block.buckets]
+    outside = [bucket for block in blocks if not block.repeated for bucket in block.buckets]
+    outside.sort(key=lambda bucket: -bucket.numel)
+    wanted = config.gradients.device_share * sum(bucket.numel for bucket in buckets)
+    first = outside[: _count_within([bucket.numel for bucket in outside], wanted)]
+    wanted -= sum(bucket.numel for bucket in first)
+    chosen = {bucket.name for bucket in first}
+    chosen |= _spread(layers, max(wanted, 0) / max(sum(bucket.numel for bucket in layers), 1))
 
     def placed(bucket: BucketSpec) -> BucketSpec:
         return replace(bucket, sums_on_device=True) if bucket.name in chosen else bucket
@@ -156,5 +164,10 @@ def _device_count(spec: StepSpec) -> int:
             f"{sum(sizes) / total:.2f} of it are of blocks whose weights stay there: lower the "
             "share, or raise resident_blocks"
         )
+    return _count_within(sizes, share * total)
+
+
+def _count_within(sizes: Sequence[int], total: float) -> int:
+    """Count the first buckets whose middle is within so many elements; none of no elements."""
     ends = accumulate(sizes)
-    return sum(end - size / 2 <= share * total for end, size in zip(ends, sizes, strict=True))
+    return sum(end - size / 2 <= total for end, size in zip(ends, sizes, strict=True))

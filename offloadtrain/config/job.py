@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from functools import partial
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -410,10 +409,6 @@ WARMUP_SHARE = 10
 _Wins = Callable[[Any], bool]
 
 
-def _is_none_of(values: Collection[object], value: object) -> bool:
-    return value not in values
-
-
 # (overridden key, the values that count, the key of the file that they make meaningless)
 _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("data.source", bool, "data.train"),
@@ -433,7 +428,7 @@ _GIVES_WAY += [
 
 # Options that have an effect only with certain values of another one.
 _GIVES_WAY += [
-    (f"offload.{needs.option}", partial(_is_none_of, needs.values), f"offload.{option.name}")
+    (f"offload.{needs.option}", needs.rejects, f"offload.{option.name}")
     for option in OPTIONS.values()
     if (needs := option.needs) is not None
 ]

@@ -32,10 +32,10 @@ ActivationPolicy: TypeAlias = Callable[..., Any]
 StateOn: TypeAlias = Literal["auto", "host", "device", "disk"] | Mapping[str, float]
 """The tier of the state, or tier → share of it; what is left of the shares is on the host."""
 
-Layer = TypeVar("Layer")
+SumsOn: TypeAlias = Literal["auto", "host", "device"] | Mapping[str, float]
+"""The tier of the sums of microbatches, or tier → share of them, as `StateOn`."""
 
-STATE_TIERS = ("device", "host", "disk")
-"""Tiers that the state may have a share on."""
+Layer = TypeVar("Layer")
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Precision → dtype of working weights and gradients, by torch's name."""
@@ -78,6 +78,11 @@ class OptionGroup:
 
     def __post_init__(self) -> None:
         _lists_to_tuples(self)
+
+
+def _share_on(tier: str, placed: str | Mapping[str, float]) -> float:
+    """Return the share on a tier of what is on one tier, or in shares on several; 0 for "auto"."""
+    return float(placed == tier) if isinstance(placed, str) else placed.get(tier, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +131,23 @@ class GradientOptions(OptionGroup):
         update mode "delayed". The same bits.""",
         name="grad_on",
     )
-    sums_tier: Literal["auto", "host", "device"] = option(
+    sums_tier: SumsOn = option(
         "host",
         """where microbatches are summed, in fp32, if the state is on the host. "device": 4 bytes
         per parameter there; one copy goes down per step, in fp32, whatever the number of
-        microbatches. The same bits. "auto" is decided by the plan of a job.""",
+        microbatches; a share such as {"device": 0.4}: the sums of so many parameters are there,
+        those of embedding, head and layers spread over the model, and the others on the host. The
+        same bits. "auto" is decided by the plan of a job: what it has room for, if that is
+        faster.""",
         name="sums_on",
+        shares=("device", "host"),
     )
     sums_dtype: Literal["fp32", "working"] = option(
         "fp32",
         """with sums on the device, the dtype in which they go down. "working": rounded once, before
         the norm is taken: half the bytes, on the bus and in `gradients`; as exact as a gradient of
-        one microbatch. With `sums_on="auto"` it applies if the plan decides on the device.""",
+        one microbatch. It applies to the sums on the device; those on the host stay fp32. With
+        `sums_on="auto"` it applies if the plan decides on the device.""",
         name="sums_down",
         needs=Needs(
             "sums_on",
@@ -145,6 +155,11 @@ class GradientOptions(OptionGroup):
             "every microbatch goes down in the working dtype, and is summed on the host",
         ),
     )
+
+    @property
+    def device_share(self) -> float:
+        """The share of the sums that is asked for on the device; 0 for "auto"."""
+        return _share_on("device", self.sums_tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,49 +184,19 @@ class StateOptions(OptionGroup):
         have their state on the host. "disk", or a share: masters and moments are in a file, and a
         few buckets on the host while it updates them. The same bits everywhere on the CPU.""",
         name="state_on",
+        shares=("device", "host", "disk"),
     )
     seed: int = option(0, 'seed of stochastic rounding in "split16" and "int8".')
 
     @property
     def device_share(self) -> float:
         """The share of the state that is asked for on the device; 0 for "auto"."""
-        return self._share("device")
+        return _share_on("device", self.tier)
 
     @property
     def disk_share(self) -> float:
         """The share of the state that is asked for on the disk."""
-        return self._share("disk")
-
-    def _share(self, tier: str) -> float:
-        if isinstance(self.tier, str):
-            return float(self.tier == tier)
-        return self.tier.get(tier, 0.0)
-
-    def wrong_shares(self) -> list[str]:
-        """Return what is wrong with `state_on`, which is a tier or a table of shares."""
-        tier = self.tier
-        if not isinstance(tier, Mapping):
-            allowed = ("auto", *STATE_TIERS)
-            hint = nearest(tier, allowed) if isinstance(tier, str) else ""
-            sentence = (
-                f"state_on = {shown(tier)} is not one of {', '.join(map(repr, allowed))}, nor "
-                f"a table of shares such as {{device = 0.3}}{hint}"
-            )
-            return broken((tier not in allowed, sentence))
-        shares, unknown = tier.values(), [name for name in tier if name not in STATE_TIERS]
-        wrong = [share for share in shares if not _is_share(share)]
-        return broken(
-            (
-                unknown,
-                f"state_on has a share on {shown(next(iter(unknown), ''))}, which is not one of "
-                f"{', '.join(map(repr, STATE_TIERS))}",
-            ),
-            (wrong, f"state_on = {shown(dict(tier))}: every share is from 0 to 1"),
-            (
-                not wrong and sum(shares) > 1,
-                f"state_on = {shown(dict(tier))}: the shares are more than 1 together",
-            ),
-        )[:1]
+        return _share_on("disk", self.tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,7 +386,7 @@ class OffloadOptions(TypedDict, total=False):
 
     gradients: GradientOptions
     grad_on: Literal["host", "disk"]
-    sums_on: Literal["auto", "host", "device"]
+    sums_on: SumsOn
     sums_down: Literal["fp32", "working"]
 
     state: str | StateOptions
@@ -571,7 +556,6 @@ class OffloadConfig:
         out_of_range = [
             problem for option in OPTIONS.values() for problem in option.problems(option.of(self))
         ]
-        out_of_range += self.state.wrong_shares()
         yield from out_of_range or self._contradictions()
 
     def checked(self) -> OffloadConfig:
@@ -778,10 +762,6 @@ def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         else:
             raise TypeError(f"unknown option {key!r}{nearest(key, [*OPTIONS, *_GROUPS])}")
     return groups, named
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _cannot_keep(state: str, precision: Precision) -> str:

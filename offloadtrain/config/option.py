@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
+from offloadtrain.config.errors import broken
 from offloadtrain.config.toml import nearest, shown
 
 Value = TypeVar("Value")
@@ -24,13 +25,19 @@ class Needs:
 
     Attributes:
         option: name of the other option.
-        values: its values.
+        values: its values; a table of shares has the tiers with a share.
         why: the reason, as a clause.
     """
 
     option: str
     values: tuple[object, ...]
     why: str
+
+    def rejects(self, value: object) -> bool:
+        """Tell whether the option has no effect with this value of the other one."""
+        is_table = isinstance(value, Mapping)
+        tiers = [tier for tier, share in value.items() if share] if is_table else [value]
+        return not any(tier in self.values for tier in tiers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,8 @@ class Option:
         positive, not_negative: the range of a number.
         size: a number of bytes, which a job may write as "10 GiB".
         choices: the allowed values, if its type does not list them.
+        shares: tiers that a table may give a share each; such an option is "auto", a tier or a
+            table.
         needs: what else must be set for it to have an effect.
     """
 
@@ -57,6 +66,7 @@ class Option:
     not_negative: bool = False
     size: bool = False
     choices: Iterable[object] | None = None
+    shares: tuple[str, ...] = ()
     needs: Needs | None = None
 
     def of(self, config: object) -> Any:
@@ -70,6 +80,9 @@ class Option:
 
     def problems(self, value: Any) -> Iterator[str]:
         """Yield a sentence if the value is not one of the choices or out of range."""
+        if self.shares:
+            yield from self._wrong_shares(value)
+            return
         words = self._words()
         choices = words if get_origin(self.kind) is Literal else self.choices
         if choices is not None:
@@ -87,10 +100,36 @@ class Option:
             elif value < 0:
                 yield f"{self.name} = {value} is negative"
 
+    def _wrong_shares(self, value: Any) -> list[str]:
+        """Return what is wrong with a tier or a table of shares: one sentence at most."""
+        listed = ", ".join(map(repr, self.shares))
+        if not isinstance(value, Mapping):
+            allowed = ("auto", *self.shares)
+            hint = nearest(value, allowed) if isinstance(value, str) else ""
+            sentence = (
+                f"{self.name} = {shown(value)} is not one of 'auto', {listed}, nor a table of "
+                f"shares such as {{device = 0.3}}{hint}"
+            )
+            return broken((value not in allowed, sentence))
+        unknown = [name for name in value if name not in self.shares]
+        wrong = [share for share in value.values() if not _is_share(share)]
+        return broken(
+            (
+                unknown,
+                f"{self.name} has a share on {shown(next(iter(unknown), ''))}, which is not one of "
+                f"{listed}",
+            ),
+            (wrong, f"{self.name} = {shown(dict(value))}: every share is from 0 to 1"),
+            (
+                not wrong and sum(value.values()) > 1,
+                f"{self.name} = {shown(dict(value))}: the shares are more than 1 together",
+            ),
+        )[:1]
+
     def without_effect(self, value: Any, other: Any) -> Iterator[str]:
         """Yield a sentence if the value has no effect with the value of the option it needs."""
         needs = self.needs
-        if needs is None or value == self.default or other in needs.values:
+        if needs is None or value == self.default or not needs.rejects(other):
             return
         allowed = " or ".join(map(repr, needs.values))
         yield (
@@ -104,6 +143,10 @@ class Option:
         return tuple(
             word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)
         )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def option(default: Value, doc: str, **declared: Any) -> Value:

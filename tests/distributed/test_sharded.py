@@ -29,6 +29,7 @@ FP32_SUMS: Options = {"reduction": "fp32"}
 FP16: Options = {"precision": "fp16", "loop": {"steps": 10}}
 DEVICE: Options = {"state_on": "device"}
 HALF: Options = {"state_on": {"device": 0.5}}
+SOME_SUMS: Options = {"sums_on": {"device": 0.4}}
 RECOMPUTE: Options = {"activation": "recompute"}
 SELECTIVE: Options = {"activation": "selective"}
 OFFLOAD: Options = {"activation": "offload"}
@@ -83,6 +84,9 @@ CASES = [
     case(2, "tied", DEVICE, ZERO_2, lanes="threads"),
     case(4, "frozen", DEVICE, ZERO_3, SUMMED, FP32_SUMS),
     case(2, "tied", HALF, ZERO_1, SUMMED, {"sums_on": "device"}, FP32_SUMS, lanes="threads"),
+    case(2, "tied", ZERO_2, SUMMED, SOME_SUMS, FP32_SUMS, lanes="threads", quick=True),
+    case(2, "tied", HALF, ZERO_1, SUMMED, SOME_SUMS, lanes="seeded"),
+    case(4, "frozen", HOST, ZERO_3, SUMMED, SOME_SUMS, lanes="threads"),
     case(2, "tied", HALF, ZERO_3, SPECULATIVE, lanes="threads"),
     case(2, "chain", HOST, ZERO_3, RECOMPUTE, lanes="threads", quick=True),
     case(4, "frozen", HOST, ZERO_3, SUMMED, OFFLOAD),

@@ -17,6 +17,7 @@ from tests.numerics.models import Chain, batches, loss_of
 DISK: dict[str, Any] = {"state_on": "disk", "scratch_in_memory": True, "precision": "bf16"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "resident": {"grad_accum_steps": 2, "sums_on": "device", "state_on": {"device": 0.5}},
+    "sums on both": {"grad_accum_steps": 2, "sums_on": {"device": 0.4}, "sums_down": "working"},
     "speculative": {"update": "speculative", "clip_norm": 1.0, "checkpoint_spill": 1 << 20},
     "streamed": {"working": "host", "update": "delayed", "resident_blocks": 1},
     "on the disk": {"working": "disk", "grad_on": "disk", "state": "split16", **DISK},

@@ -156,6 +156,14 @@ def test_an_option_beside_the_object_is_refused() -> None:
 CONTRADICTIONS = [
     ({"loss_scale_hysteresis": 2}, "loss_scale_hysteresis = 2 and precision = 'bf16': only fp16"),
     ({"sums_down": "working"}, "sums_down = 'working' and sums_on = 'host': every microbatch"),
+    (
+        {"sums_down": "working", "sums_on": {"host": 1.0}},
+        "sums_down = 'working' and sums_on = {'host': 1.0}: every microbatch",
+    ),
+    ({"sums_on": {"disk": 0.5}}, "sums_on has a share on 'disk', which is not one of 'device', '"),
+    ({"sums_on": {"device": -0.1}}, "sums_on = {'device': -0.1}: every share is from 0 to 1"),
+    ({"sums_on": {"device": 0.6, "host": 0.6}}, "sums_on = {'device': 0.6, 'host': 0.6}: the sh"),
+    ({"sums_on": "disk"}, "sums_on = 'disk' is not one of 'auto', 'device', 'host', nor a table"),
     ({"recompute_blocks": 1}, "recompute_blocks = 1 and activation = 'keep': it counts the layers"),
     ({"offload_saved_above": 1}, "offload_saved_above = 1 and activation = 'keep': only"),
     ({"precision": "fp16", "skip_nonfinite": False}, "skip_nonfinite = False and precision"),

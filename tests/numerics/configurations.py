@@ -44,6 +44,7 @@ SUMS: dict[str, dict[str, Any]] = {
     "on the host": {},
     "on the device": {"sums_on": "device"},
     "rounded": {"sums_on": "device", "sums_down": "working"},
+    "on both": {"sums_on": {"device": 0.4}},
 }
 FORMATS = ("fp32/bf16", "fp32/fp32", "fp32/fp16", "split16/bf16", "int8/bf16", "int8/fp16")
 AXES: dict[str, tuple[Any, ...]] = {
@@ -137,7 +138,8 @@ def covering(count: int, *, disk: bool) -> list[Any]:
     best of a few that are drawn. Those after every value was there once are marked `slow`, as are
     all that use the disk."""
     draw = random.Random(1)
-    axes = AXES | {"placement": tuple(DISK_PLACEMENTS if disk else PLACEMENTS)}
+    sums = tuple(name for name in SUMS if name != "on both")  # see `test_sum_shares`
+    axes = AXES | {"placement": tuple(DISK_PLACEMENTS if disk else PLACEMENTS), "sums": sums}
 
     def valid() -> Iterator[Configuration]:
         while True:

@@ -11,7 +11,7 @@ itself, and updates it by the readable kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,6 +54,8 @@ class ResidentRun:
     clips: Sequence[float] = ()
     scale: float = 1.0
     rounds_sums: bool = False
+    fp32_sums: Collection[str] = ()
+    """Parameters whose sums are not rounded: those on the host."""
     groups: Callable[[str], dict[str, float]] = lambda name: {}
     skipped: int = 0
     norms: list[float] = field(default_factory=list)
@@ -101,7 +103,10 @@ class ResidentRun:
 
     def apply(self, sums: dict[str, Tensor]) -> None:
         if self.rounds_sums:
-            sums = {name: total.to(self.dtype).float() for name, total in sums.items()}
+            sums = {
+                name: total if name in self.fp32_sums else total.to(self.dtype).float()
+                for name, total in sums.items()
+            }
         total = 0.0
         for name in self.trained:
             total += segment_squares(sums[name])

@@ -90,6 +90,20 @@ WITH_PARTS: dict[str, dict[str, Any]] = {
         "working": "host",
     },
 }
+WITH_SUM_SHARES: dict[str, dict[str, Any]] = {
+    "some sums on the device": {"sums_on": {"device": 0.4}},
+    "some sums on the device, streamed": {"sums_on": {"device": 0.4}, "working": "host"},
+    "some rounded sums and half of the state on the device": {
+        "sums_on": {"device": 0.6},
+        "sums_down": "working",
+        "state_on": {"device": 0.5},
+    },
+    "some sums on the device, gradients on the disk": {
+        "sums_on": {"device": 0.4},
+        "state_on": "disk",
+        "grad_on": "disk",
+    },
+}
 SHARED: dict[str, dict[str, Any]] = {
     "stage 1": {"zero_stage": 1},
     "stage 2": {"zero_stage": 2},
@@ -170,6 +184,7 @@ class Case:
         twice = self.model == "mixed reentrant" and early
         full = self.mode == "speculative, partly" and "inputs offloaded" in self.placement
         on_host = "state on" not in self.placement or self.placement in ON_OTHER_TIERS
+        on_host = on_host or self.placement in WITH_SUM_SHARES
         sums = self.accum > 1 or "sums" not in self.placement
         takes = not any(OffloadConfig(**self.options).problems())
         scripted = self.mode in _SCRIPTS.get(self.script, MODES)
@@ -178,6 +193,7 @@ class Case:
 
 
 _ALL_PLACEMENTS = {**PLACEMENTS, **MORE_PLACEMENTS, **ON_OTHER_TIERS, **WITH_PARTS, **SHARED}
+_ALL_PLACEMENTS |= WITH_SUM_SHARES
 
 
 def pairwise(seed: str, axes: dict[str, Sequence[Any]], make: Callable[..., Case]) -> list[Case]:
@@ -392,6 +408,30 @@ def _on_other_tiers() -> Iterator[Case]:
         for placement in ("all on the disk", "rounded sums on the device"):
             mode = ("exact", "delayed")[number % 2 and "all" not in placement]
             yield Case(model=model, mode=mode, placement=placement, accum=2, script="saves")
+
+
+def _with_sum_shares() -> Iterator[Case]:
+    """Sums of some buckets on the device and of others on the host, in one step."""
+    on_both, streamed, rounded, on_disk = WITH_SUM_SHARES
+    for placement, mode, more in (
+        (on_both, "exact", {"script": "some steps skip"}),
+        (on_both, "early", {"model": "unusual"}),
+        (on_both, "speculative, wrong", {"format": "split16/bf16", "staging": "pieces"}),
+        (on_both, "delayed", {"model": "tied", "script": "drops gradients"}),
+        (on_both, "exact", {"model": "mixed reentrant", "backward": "plain"}),
+        (on_both, "exact", {"script": "clips by hand", "rule": "muon"}),
+        (streamed, "early", {"model": "frozen", "format": "int8/bf16"}),
+        (streamed, "delayed", {"script": "saves", "staging": "pieces"}),
+        (rounded, "exact", {"model": "groups", "script": "loads its state"}),
+        (rounded, "delayed", {"format": "split16/bf16"}),
+        (on_disk, "exact", {"script": "saves"}),
+        (on_disk, "early", {"format": "int8/bf16", "staging": "pieces"}),
+        (on_both, "exact", {"ranks": 2, "reduction": "fp32"}),
+        (streamed, "exact", {"ranks": 2, "model": "tied"}),
+        (rounded, "delayed", {"ranks": 2}),
+    ):
+        options: dict[str, Any] = more
+        yield Case(placement=placement, mode=mode, accum=2, **options)
 
 
 def _other_rules() -> Iterator[Case]:
@@ -648,6 +688,7 @@ CASES: dict[str, Case] = {
         *_odd(),
         *_covering(),
         *_on_other_tiers(),
+        *_with_sum_shares(),
         *_other_rules(),
         *_divided(),
         *_pipelines(),

@@ -83,6 +83,7 @@ class BucketSpec:
         whole_tensors: of a rule that measures each tensor before it updates it; each in the shard
             of one rank.
         state_tier: where the state lies.
+        sums_on_device: microbatches are summed on the device if the state is updated on the host.
         gradient_on_disk: the gradient is in a file, and on the host only while a slot holds it.
         experts: what a step skips one by one where it is unused; see `skipping.py`. 0: nothing.
     """
@@ -97,6 +98,7 @@ class BucketSpec:
     matrices: tuple[MatrixSpec, ...] = ()
     whole_tensors: bool = False
     state_tier: Tier = Tier.HOST
+    sums_on_device: bool = False
     gradient_on_disk: bool = False
     experts: int = 0
 

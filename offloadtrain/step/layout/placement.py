@@ -31,7 +31,7 @@ from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.layout.buffer_table import arena_rows, device_bytes, second_copy_bytes
 from offloadtrain.step.layout.buffers import largest_owners, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
-from offloadtrain.step.layout.state_tiers import with_state_tiers
+from offloadtrain.step.layout.state_tiers import with_state_tiers, with_sum_tiers
 from offloadtrain.step.layout.step_spec import StepSpec, UpdatePolicy
 from offloadtrain.step.layout.tiers import Tier
 
@@ -135,6 +135,9 @@ def _room(
     if spec.streams:
         rest += _shard_bytes(spec, repeated)
     rest += spec.matrix_bytes
+    # Sums of microbatches. Where the state comes to the device, they are in it.
+    summed = filter(spec.sums_on_device, spec.buckets)
+    rest += sum(ITEMSIZE["float32"] * bucket.shard_numel for bucket in summed)
     if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
         rest += ITEMSIZE["float64"] * spec.num_tensors
     rest += sum(bucket.experts for bucket in spec.buckets)  # a byte for each: used or not
@@ -147,8 +150,9 @@ def _room(
             keys = ", or set device_slots = 1" if config.weights.device_slots > 1 else ""
         raise DeviceMemoryError(
             f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
-            f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
-            f"stay on the device, the rest for {config.weights.device_slots} slots. Raise it{keys}"
+            f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging, sums and blocks "
+            f"that stay on the device, the rest for {config.weights.device_slots} slots. Raise "
+            f"it{keys}"
         )
     if rest + sum(sizes) <= limit:
         return len(repeated)
@@ -191,8 +195,8 @@ def lay_out(
     config.zero_stage_among(ranks)
     if config.gradients.sums_tier == "auto":
         raise OptionError(
-            "sums_on = 'auto' is decided by the plan of a job; in offload() give 'host' or "
-            "'device', which plan_model(..., sums_on='auto') tells"
+            "sums_on = 'auto' is decided by the plan of a job; in offload() give 'host', 'device' "
+            "or a share, which plan_model(..., sums_on='auto') tells"
         )
     if config.update == "auto":
         raise OptionError(
@@ -205,7 +209,7 @@ def lay_out(
             "and there are none: offload with a mesh that has an axis 'tp', or leave it out"
         )
     spec = StepSpec(
-        tuple(blocks),
+        with_sum_tiers(blocks, config),
         config,
         ranks,
         num_tensors,

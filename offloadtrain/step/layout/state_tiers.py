@@ -1,4 +1,5 @@
-"""Which buckets have their gradient and state on the device, and whose state is on the disk.
+"""Which buckets have gradient and state on the device, or only sums of microbatches, and whose
+state is on the disk.
 
 [Note: State where there is room]
 When the norm is known the device has nothing to do before the first block has its new weights, and
@@ -9,19 +10,27 @@ the device, since loads read what the host's update has written.
 
 Of the buckets that the host updates, those on the disk are spread evenly: it updates one whose
 state it has while the next is read.
+
+[Note: Sums where there is room]
+Sums of microbatches are on the device for a share of the buckets. What the host adds goes through a
+few staging slots during backward, and compute waits for a free one. So embedding and head come
+first: they are several times as large as staging, and little is computed next to them. The rest of
+the share is spread evenly over the layers, so that the bus and the host bring down and add one
+while the device computes the next ones. Which buckets these are does not depend on where the state
+is: a sum is part of the state that is on the device.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from offloadtrain.config.errors import DeviceMemoryError
-from offloadtrain.config.offload import OptionError
+from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 
@@ -53,6 +62,36 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
                 "raise it, or lower state_on"
             )
     return tiered
+
+
+def with_sum_tiers(blocks: Sequence[BlockSpec], config: OffloadConfig) -> tuple[BlockSpec, ...]:
+    """Choose the buckets whose microbatches are summed on the device, if the state is on the
+    host."""
+    buckets = [bucket for block in blocks for bucket in block.buckets]
+    layers = [bucket for block in blocks if block.repeated for bucket in block.buckets]
+    outside = [bucket for block in blocks if not block.repeated for bucket in block.buckets]
+    outside.sort(key=lambda bucket: -bucket.numel)
+    wanted = config.gradients.device_share * sum(bucket.numel for bucket in buckets)
+    first = outside[: _count_within([bucket.numel for bucket in outside], wanted)]
+    wanted -= sum(bucket.numel for bucket in first)
+    chosen = {bucket.name for bucket in first}
+    chosen |= _spread(layers, max(wanted, 0) / max(sum(bucket.numel for bucket in layers), 1))
+
+    def placed(bucket: BucketSpec) -> BucketSpec:
+        return replace(bucket, sums_on_device=True) if bucket.name in chosen else bucket
+
+    return tuple(replace(block, buckets=tuple(map(placed, block.buckets))) for block in blocks)
+
+
+def _spread(buckets: Sequence[BucketSpec], share: float) -> set[str]:
+    """Choose buckets with a share of the elements, as evenly as their sizes allow."""
+    chosen, wanted, placed = set(), 0.0, 0
+    for bucket in buckets:
+        wanted += share * bucket.numel
+        if share and placed + bucket.numel / 2 <= wanted:
+            chosen.add(bucket.name)
+            placed += bucket.numel
+    return chosen
 
 
 def candidates(spec: StepSpec) -> list[BucketSpec]:
@@ -103,12 +142,7 @@ def _spread_on_disk(spec: StepSpec) -> StepSpec:
     of_host = spec.buckets_on(Tier.HOST)
     total, host_total = (sum(b.numel for b in some) for some in (spec.buckets, of_host))
     share = min(spec.config.state.disk_share * total / max(host_total, 1), 1.0)
-    chosen, wanted, placed = set(), 0.0, 0
-    for bucket in of_host:
-        wanted += share * bucket.numel
-        if share and placed + bucket.numel / 2 <= wanted:
-            chosen.add(bucket.name)
-            placed += bucket.numel
+    chosen = _spread(of_host, share)
     return _tiered(
         spec, lambda candidate: Tier.DISK if candidate.name in chosen else candidate.state_tier
     )
@@ -130,5 +164,10 @@ def _device_count(spec: StepSpec) -> int:
             f"{sum(sizes) / total:.2f} of it are of blocks whose weights stay there: lower the "
             "share, or raise resident_blocks"
         )
+    return _count_within(sizes, share * total)
+
+
+def _count_within(sizes: Sequence[int], total: float) -> int:
+    """Count the first buckets whose middle is within so many elements; none of no elements."""
     ends = accumulate(sizes)
-    return sum(end - size / 2 <= share * total for end, size in zip(ends, sizes, strict=True))
+    return sum(end - size / 2 <= total for end, size in zip(ends, sizes, strict=True))

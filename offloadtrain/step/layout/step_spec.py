@@ -33,6 +33,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.toml import shown
 from offloadtrain.step.layout.block_spec import ALIGN, BlockSpec, BucketSpec
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
@@ -200,14 +201,15 @@ class StepSpec:
     def sums_on_device(self, bucket: BucketSpec) -> bool:
         """Microbatches are summed on the device, and one copy of the sum goes to the host."""
         on_host = bucket.update_tier is Tier.HOST
-        return on_host and self.accumulates and self.config.gradients.sums_tier == "device"
+        return on_host and self.accumulates and bucket.sums_on_device
 
     @property
     def lost_with_device(self) -> str:
         """What an update needs and the host does not have, as a sentence; "" for nothing."""
         if any(self.sums_on_device(bucket) for bucket in self.buckets):
             # A step is decided by the norm, which is then known before the sums are on the host.
-            return 'gradients were summed on the device (offload.sums_on = "device")'
+            where = shown(self.config.gradients.sums_tier)
+            return f"gradients were summed on the device (offload.sums_on = {where})"
         if lost := [bucket for bucket in self.buckets if bucket.state_tier is not Tier.HOST]:
             return (
                 f"the state of {len(lost)} of {len(self.buckets)} buckets was on the "

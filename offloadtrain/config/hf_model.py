@@ -102,6 +102,7 @@ class HfModel:
             is only planned, its class.
         init: "weights": fine-tune those of the folder; "random": pre-train from its config.json.
         lora: train adapters beside the frozen model, not the model.
+        use_liger_kernel: train with Liger's fused kernels and its fused loss, on a GPU.
         quantized: how config.json says that the weights are quantized; empty: they are not.
         identity: hash of what config.json says of the model.
         parts: every parameter; None until `integrations/hf_job.py` has looked.
@@ -111,6 +112,7 @@ class HfModel:
     hf: str
     init: Literal["weights", "random"] = "weights"
     lora: Lora | None = None
+    use_liger_kernel: bool = False
     quantized: str = ""
     identity: str = ""
     parts: tuple[PartShape, ...] | None = None
@@ -332,7 +334,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-HF_KEYS = ("hf", "init", "lora")
+HF_KEYS = ("hf", "init", "lora", "use_liger_kernel")
 """Keys of the section; those of the model's shape are config.json's."""
 
 

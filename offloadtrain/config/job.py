@@ -144,6 +144,12 @@ class Config:
         return num_params(self.model) if self.hf is None else _count(self.hf, trained=True)
 
     @property
+    def makes_logits(self) -> bool:
+        """Training makes the logits of all tokens at once: neither `train.chunked_loss` nor Liger
+        computes its loss."""
+        return not (self.train.chunked_loss or (self.hf is not None and self.hf.use_liger_kernel))
+
+    @property
     def batch_tokens(self) -> int:
         """Tokens of one optimizer step, on all ranks."""
         return self.train.micro_batch * self.data.seq_len * self.train.grad_accum_steps
@@ -363,6 +369,16 @@ def _problems(config: Config) -> Iterator[str]:
             f"offload.keep_fp32 = {shown([*offload.weights.keep_fp32])} without model.hf: the "
             "shipped transformer computes in one dtype. Leave it out, or set "
             "offload.precision = 'fp32'",
+        ),
+        (
+            train.chunked_loss and config.hf is not None and config.hf.use_liger_kernel,
+            "train.chunked_loss = true and model.use_liger_kernel = true both replace the model's "
+            "loss; leave one of them out",
+        ),
+        (
+            divided and config.hf is not None and config.hf.use_liger_kernel,
+            "model.use_liger_kernel = true with stages or parts (ranks.pipeline, ranks.tensor, "
+            "ranks.expert): Liger's loss needs the whole model on each rank; leave it out",
         ),
         (
             optim.warmup_steps > train.steps,

@@ -39,7 +39,8 @@ class CausalLm:
     """A model of transformers, or PEFT's around it, as a `LanguageModel`.
 
     Attributes:
-        chunked: in training it computes its loss itself, in parts: `chunk_loss` was called.
+        chunked: in training it computes its loss itself, and makes no whole logits: by
+            `chunk_loss`, or by Liger.
 
     Raises:
         CausalLmError: from `of`, for a model whose loss is not that of the next token, or that

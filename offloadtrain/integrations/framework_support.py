@@ -1,4 +1,4 @@
-"""What the integrations of the Trainer, Accelerate and Lightning share.
+"""What jobs and the integrations of the Trainer, Accelerate and Lightning share.
 
 Options of `offload` that a framework's own arguments determine, weights as frameworks save them,
 and callbacks that read weights.
@@ -7,6 +7,7 @@ and callbacks that read weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ def merged(options: Options, settings: Mapping[str, Any], source: str) -> dict[s
             f"{source}, which determines it: leave it out of the options"
         )
     return {**options, **settings}
+
+
+def liger_problem(device: torch.device) -> str:
+    """Return why Liger's fused kernels cannot run on a device; "" if they can."""
+    missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported: pip install 'offloadtrain[fused]'"
+    if device.type != "cuda":
+        return f"its kernels are Triton's and need a GPU, and the device is {device.type}"
+    return ""
 
 
 def precision_of(mixed: str, model: nn.Module) -> str:

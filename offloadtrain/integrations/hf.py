@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from offloadtrain.integrations.chunked_loss import chunk_loss, is_chunked
 from offloadtrain.integrations.framework_support import (
     Dtypes,
     Options,
+    liger_problem,
     offload_for,
     precision_of,
     state_dict_of,
@@ -327,11 +327,8 @@ def refuse_arguments(args: Any, *, chunked_loss: bool = False) -> None:
 
 def _refuses_liger(args: Any, chunked_loss: bool) -> str:
     """Return why Liger's kernels cannot run in this training; "" if they can."""
-    missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} cannot be imported: pip install 'offloadtrain[fused]'"
-    if args.device.type != "cuda":
-        return f"its kernels are Triton's and need a GPU, and the device is {args.device.type}"
+    if why := liger_problem(args.device):
+        return why
     if chunked_loss and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
         return (
             "its loss and chunked_loss = True both replace the model's: leave chunked_loss out, or "

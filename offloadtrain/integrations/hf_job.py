@@ -33,6 +33,7 @@ from offloadtrain.integrations.causal_lm import (
 )
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
+from offloadtrain.integrations.framework_support import liger_problem
 from offloadtrain.integrations.pretrained import (
     deferred_model,
     from_pretrained,
@@ -191,6 +192,10 @@ def build(
     import transformers
 
     def groups_of_text(model: nn.Module) -> list[dict[str, Any]]:
+        if hf.use_liger_kernel:  # before the engine replaces forwards
+            from transformers.integrations.liger import apply_liger_kernel
+
+            apply_liger_kernel(model, None)
         return groups(freeze_other_modalities(model))
 
     if mesh is not None and mesh.tensor is not None:
@@ -234,7 +239,7 @@ def build(
     if terms is not None:
         chunk_loss(model, **asdict(terms))
     model.train()
-    return CausalLm.of(model, chunked=terms is not None), optimizer
+    return CausalLm.of(model, chunked=terms is not None or hf.use_liger_kernel), optimizer
 
 
 def whole_model(
@@ -279,6 +284,21 @@ def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | Non
     divide(model, mesh)
     if weights is not None:
         weights.follow()
+
+
+def check_liger(hf: HfModel, device: torch.device) -> None:
+    """Raises ConfigError if Liger's kernels are asked for and cannot run here, or not for a model
+    of this type, which Liger itself would only note in its log."""
+    if not hf.use_liger_kernel:
+        return
+    why, model_type = liger_problem(device), config_of_name(hf.hf).get("model_type")
+    if not why:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            why = f"it has no kernels for models of type {model_type}"
+    if why:
+        raise ConfigError(f"model.use_liger_kernel = true: {why}; leave it out")
 
 
 def check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Stage
+from offloadtrain.engine import ModelError
 from offloadtrain.integrations.causal_lm import CausalLm
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.hf_job import described_model
@@ -71,12 +72,16 @@ def _chunk(model: Any, config: Config) -> None:
 
 def _loss(model: Any, config: Config) -> Tensor:
     """The loss that the job will train with."""
-    if config.train.chunked_loss:
-        _chunk(model, config)
+    chunked = not config.makes_logits
+    if chunked:
+        try:
+            _chunk(model, config)
+        except ModelError:
+            if config.train.chunked_loss:
+                raise
+            chunked = False  # Liger's loss; its memory is planned as that of the model's own
     tokens, targets, places = _inputs(config)
-    return CausalLm.of(model, chunked=config.train.chunked_loss).loss(
-        tokens, targets, positions_BT=places
-    )
+    return CausalLm.of(model, chunked=chunked).loss(tokens, targets, positions_BT=places)
 
 
 def _loss_of_stage(model: Any, config: Config) -> Tensor:

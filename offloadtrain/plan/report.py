@@ -159,6 +159,11 @@ def _head(plan: Plan) -> str:
     ]
     if job.hf is not None:
         lines += [*filter(None, [job.hf.unquantized]), _of_hf(plan)]
+        if job.hf.use_liger_kernel:
+            lines.append(
+                "Liger: its loss is planned as train.chunked_loss, which makes no whole logits "
+                "either; what its other kernels save in memory and time is not known to the plan"
+            )
     if plan.ranks > 1:
         lines.append(f"{explain(job, config, plan.ranks)}; ZeRO stage {spec.zero_stage}")
     if stages := plan.stage_names:

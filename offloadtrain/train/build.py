@@ -104,6 +104,8 @@ def assemble(
     """
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
+    if job.hf is not None:
+        hf_job.check_liger(job.hf, device)
     set_up_torch(job, device, rank_info, resumed)
     kernels.start_threads()
     for name in POOLS:

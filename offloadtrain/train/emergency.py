@@ -187,7 +187,7 @@ def _smaller(config: Config) -> Iterator[str]:
     elif offload.activations.mode != "offload":
         keeps = offload.activations.mode == "keep"
         yield f'offload.activation = "{"recompute" if keeps else "offload"}"'
-    if not train.chunked_loss:
+    if config.makes_logits:
         yield "train.chunked_loss = true"
     if offload.gradients.sums_tier != "host":
         yield 'offload.sums_on = "host"'

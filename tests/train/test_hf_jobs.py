@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import types
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import peft
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
@@ -27,9 +30,10 @@ from offloadtrain.hardware.machine import find
 from offloadtrain.integrations import hf_job
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.optim.update_rules import decay_groups, update_rule
+from offloadtrain.plan import report
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import make
-from offloadtrain.train.build import described, needed_trace, open_tokens
+from offloadtrain.train.build import assemble, described, needed_trace, open_tokens, tracer_of
 from offloadtrain.train.dry_run import laid_out
 from offloadtrain.train.trained_model import evaluate, open_model, open_saved
 from tests.train.conftest import StopAfter
@@ -254,6 +258,13 @@ def apart(positions_BT: Tensor) -> dict[str, Tensor]:
     return {"position_ids": positions_BT, "attention_mask": mask_B1TT}
 
 
+def write_short(folder: Path) -> Path:
+    """Write documents of which several are in a sequence."""
+    path = folder / "short.jsonl"
+    path.write_text("".join(f'{{"text": "{a} + 1 = {a + 1}"}}\n' for a in range(400)))
+    return path
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -278,9 +289,7 @@ def test_losses_are_those_of_a_plain_loop(
         config = json.loads((folder / "config.json").read_text())
         config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         (folder / "config.json").write_text(json.dumps(config))
-    short = tmp_path / "short.jsonl"  # several documents in a sequence
-    short.write_text("".join(f'{{"text": "{a} + 1 = {a + 1}"}}\n' for a in range(400)))
-    overrides = (*overrides, f"data.source={short}", "offload.precision=fp32")
+    overrides = (*overrides, f"data.source={write_short(tmp_path)}", "offload.precision=fp32")
     job = hf_job_of(tmp_path, name, *overrides)
     assert run(job, tmp_path / "run") == 0
     losses = [step.loss for step in events_of(tmp_path / "run", schema.Step)]
@@ -304,6 +313,91 @@ def test_what_a_model_cannot_do_is_refused_before_its_weights_are_read(
     chunked, isolated = "chunked" in override, "isolated" in override
     with pytest.raises(OffloadTrainError, match=why):
         hf_job.check_can(HfModel(hf=str(tmp_path)), chunked=chunked, isolated=isolated)
+
+
+LIGER = "model.use_liger_kernel=true"
+
+
+def install_liger(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
+    """Stand in for Liger, whose kernels need a GPU: in training, its forward takes targets that are
+    shifted already, divides their sum, and returns no logits."""
+
+    def forward(model: Any, input_ids: Tensor, shift_labels: Any = None, **more: Any) -> Any:
+        counts, _ = more.pop("num_items_in_batch", None), more.pop("labels", None)
+        calls.append((model.training, shift_labels is not None))
+        if not model.training:
+            return type(model).forward(model, input_ids, **more)
+        hidden = model.model(input_ids, **more)[0].flatten(0, 1)
+        logits = nn.functional.linear(hidden, model.lm_head.weight)
+        loss = nn.functional.cross_entropy(logits, shift_labels.flatten(), reduction="sum")
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss / counts)
+
+    def apply(model: Any, **_: Any) -> None:
+        model.forward = types.MethodType(forward, model)
+
+    modules = {name: types.ModuleType(name) for name in (*LIGER_MODULES, "triton")}
+    for name, module in modules.items():
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    package, types_of_models = (modules[name] for name in LIGER_MODULES[1:])
+    package.__dict__["_apply_liger_kernel_to_instance"] = apply
+    types_of_models.__dict__["MODEL_TYPE_TO_APPLY_LIGER_FN"] = {"llama": apply}
+    available = "transformers.integrations.liger.is_liger_kernel_available"
+    monkeypatch.setattr(available, lambda: True)
+
+
+LIGER_MODULES = (
+    "liger_kernel",
+    "liger_kernel.transformers",
+    "liger_kernel.transformers.monkey_patch",
+)
+
+
+def test_a_job_with_ligers_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    install_liger(monkeypatch, calls)
+    monkeypatch.setattr(hf_job, "liger_problem", lambda device: "")
+    source = f"data.source={write_short(tmp_path)}"
+    job = hf_job_of(tmp_path, "llama", LIGER, "offload.precision=fp32", source)
+    assert run(job, tmp_path / "run") == 0
+    losses = [step.loss for step in events_of(tmp_path / "run", schema.Step)]
+    assert losses == pytest.approx(plain_losses(job), rel=1e-5)
+    assert set(calls) == {(True, True), (False, False)}, "in training with targets, else without"
+    saved_job = jobs.load(tmp_path / "run" / "resolved.toml")
+    assert saved_job.hf is not None and saved_job.hf.use_liger_kernel
+
+
+def test_ligers_kernels_are_refused_before_memory_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = hf_job_of(tmp_path, "qwen3", LIGER)
+    assert job.hf is not None
+    with pytest.raises(ConfigError, match=r"use_liger_kernel = true: .*'offloadtrain\[fused\]'"):
+        assemble(job)
+    install_liger(monkeypatch, [])
+    with pytest.raises(ConfigError, match=r"use_liger_kernel = true: .* and the device is cpu"):
+        assemble(job)
+    with pytest.raises(ConfigError, match=r"no kernels for models of type qwen3; leave it out"):
+        hf_job.check_liger(job.hf, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"chunked_loss = true and model.use_liger_kernel = true"):
+        hf_job_of(tmp_path, "qwen3", LIGER, "train.chunked_loss=true")
+    with pytest.raises(ConfigError, match=r"use_liger_kernel = true with stages or parts"):
+        hf_job_of(tmp_path, "qwen3", LIGER, "ranks.tensor=2")
+
+
+def test_a_plan_with_ligers_loss_has_no_logits(tmp_path: Path) -> None:
+    """As `train.chunked_loss` has none; it says so."""
+    name, machine = find("rtx4090")
+    logits = {}
+    for override in ("train.chunked_loss=false", "train.chunked_loss=true", LIGER):
+        keys = ("device.kind=auto", "train.micro_batch=64", override)
+        job = described(hf_job_of(tmp_path, "llama", *keys))
+        plan = make(job, name, machine, 1, tracer_of(job, machine, 1))
+        logits[override] = plan.device["logits and loss"]
+        assert ("Liger: its loss is planned as train.chunked_loss" in report.text(plan)) == (
+            override == LIGER
+        )
+    assert logits[LIGER] == logits["train.chunked_loss=true"] < logits["train.chunked_loss=false"]
 
 
 @pytest.mark.slow

@@ -475,7 +475,7 @@ def _one_sequence(
         "train.micro_batch": ranks,
         "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
         "train.grad_accum_steps": 1,
-        "train.chunked_loss": in_parts,
+        "train.chunked_loss": in_parts if job.makes_logits else job.train.chunked_loss,
         "offload.device_slots": 1,
         "data.seq_len": length,
     }

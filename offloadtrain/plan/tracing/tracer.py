@@ -83,9 +83,9 @@ class Tracer:
         return between(small, large, (size - _FEW) / (self._micro_batch - _FEW))
 
     def _traced(self, config: Config, size: int) -> TracedStep:
-        train, offload = config.train, config.offload
+        offload = config.offload
         key = (
-            *(size, config.data.seq_len, train.chunked_loss),
+            *(size, config.data.seq_len, config.makes_logits),
             *(
                 offload.activations.mode,
                 offload.activations.recompute_blocks,
@@ -268,7 +268,7 @@ class ShapeTrace:
             config.stage,
             train.micro_batch,
             config.data.seq_len,
-            LossTerms(train.label_smoothing, train.z_loss) if train.chunked_loss else None,
+            None if config.makes_logits else LossTerms(train.label_smoothing, train.z_loss),
             config.data.packing == "isolated",
             options,
             self.on_cpu,

@@ -28,8 +28,7 @@ from offloadtrain.engine.parameters import (
 )
 from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
-from offloadtrain.runtime.lost_ranks import lost
-from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.runtime.process_group import ALONE, lost
 from offloadtrain.runtime.tensor_parts import LocalPart
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError

@@ -1,6 +1,8 @@
 """What a job chooses by itself against the best of a grid, for drawn cells; all of it is planned.
 
-    python -m benchmarks.chosen_placement --seed 0 --cells 20
+    python -m benchmarks.chosen_placement --seed 0 --cells 20 --results cells.jsonl
+
+A call with a file of results goes on after the last cell in it.
 
 A cell is a Llama shape, a machine with one GPU, a state format, a microbatch and a number of them.
 `chosen` is its plan with everything "auto" that changes no bit: placement, recomputed layers, share
@@ -12,6 +14,7 @@ what the GPU has room for, by the peak that the plan expects and the reserve of 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -136,7 +139,10 @@ def in_a_loop(plan: Plan, cell: Cell) -> Plan | None:
     return plan_of(with_state_on(plan.job, share), cell)
 
 
-def row(cell: Cell) -> tuple[float, float, float, str]:
+Row = tuple[float, float, float, str]
+
+
+def row(cell: Cell) -> Row:
     """Return the rates of `chosen`, `best` and `loop`, and the keys of the best."""
     by_itself = chosen(cell)
     best = max(grid(cell), key=rate, default=None)
@@ -152,17 +158,33 @@ def text(options: dict[str, Any]) -> list[str]:
     return [f"{key} = {options[key]}" for key in KEYS if key in options]
 
 
+def rows(draw: random.Random, results: Path | None) -> Iterator[tuple[Cell, Row]]:
+    """Yield cells and their rows, without end; those that the file has are not planned again."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results and results.exists() else []
+    saved: dict[str, Row] = dict(map(json.loads, lines))
+    while True:
+        cell = Cell.drawn(draw)
+        if str(cell) not in saved:
+            saved[str(cell)] = row(cell)
+            if results:
+                with results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([str(cell), saved[str(cell)]]) + "\n")
+        yield cell, saved[str(cell)]
+
+
 def main() -> None:
     """Print the table, and how many cells are within 5 %."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cells", type=int, default=20, help="with a placement that fits")
+    parser.add_argument("--results", type=Path, help="JSON lines, one per cell")
     arguments = parser.parse_args()
-    draw, near, done = random.Random(arguments.seed), [0, 0], 0
+    near, done = [0, 0], 0
+    drawn = rows(random.Random(arguments.seed), arguments.results)
     print("| cell | chosen | loop | best of the grid | its keys |")
     print("|---|---|---|---|---|")
     while done < arguments.cells:
-        by_itself, best, loop, keys = row(cell := Cell.drawn(draw))
+        cell, (by_itself, best, loop, keys) = next(drawn)
         if not best:
             continue
         done += 1

@@ -434,8 +434,8 @@ class OffloadConfig:
         """update mode. "exact": the update of a resident run. "speculative": the same bits; Adam
         runs inside backward on the assumption that nothing is clipped or skipped, into a second
         copy of the state, of as many blocks as the host has room for. "delayed": one step of
-        staleness, Adam concurrently with the next step. "auto" is decided by the plan of a job:
-        "speculative" where that is faster, else "exact".""",
+        staleness, Adam concurrently with the next step. "auto" is for jobs only:
+        "speculative" where it is faster by the plan and then by the first steps, else "exact".""",
     )
     warmup_steps: int = option(
         0,

@@ -396,6 +396,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._split = split = make(self._engine, self._check)
         return split
 
+    def speculate(self, *, enabled: bool) -> bool:
+        """In update mode "speculative", between two steps: allow guesses, or update as "exact"
+        does, with the same bits. Returns whether the next step guesses."""
+        return self._engine.program.mode.speculate(enabled=enabled)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
         `zero_grad()` of the model does the same.

@@ -322,6 +322,14 @@ class Warning_(Event, kind="warning"):  # noqa: N801 (the builtin has the name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decided(Event, kind="decided"):
+    """What a run has decided after `step` steps by what it has measured; `message`: a sentence."""
+
+    step: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alert(Event, kind="alert"):
     """An alert of the trainer's rules, raised or cleared.
 

@@ -22,7 +22,6 @@ from offloadtrain.events.control import Requests
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.host_memory import is_out_of_memory, refusal, require_threads_room
-from offloadtrain.plan.automatic import with_decisions_of
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 from offloadtrain.runtime.process_group import ALONE
@@ -165,8 +164,8 @@ def run(
         if opened.checkpoint and not trainer.resume(opened.checkpoint, opened.skip):
             raise opened.no_checkpoint()
         trainer.saving.check_room(trainer.progress.step)
-        resolved = jobs.dump(with_decisions_of(config, context.plan.job))
-        problems = opened.begin(job=job_text, resolved=resolved, ranks=ranks)
+        update = trainer.saving.update_choice
+        problems = opened.begin(job=job_text, resolved=jobs.dump(update.resolved), ranks=ranks)
         if ranks.rank == 0:
             _warn_of_folder(folder, problems, log)
         if distributed is not None:
@@ -174,7 +173,7 @@ def run(
         guards.watchdog.run = str(folder.path.resolve())
         # Only now: earlier requests are refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
-        log.started(context, trainer.progress, waiting)
+        log.started(context, trainer.progress, waiting, str(update))
         set_up.close()
         guards.stop.defer()
         status = trainer.train(requests, guards.stop)

@@ -88,7 +88,7 @@ def _is_random(value: Any) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-_OPTIONAL = ("threads", "held_out")
+_OPTIONAL = ("threads", "held_out", "update")
 _COUNTS = ("growth_interval", "good_steps", "tolerated")
 _scaler = _has(scale=_is_number, **dict.fromkeys(_COUNTS, _is_count))
 _WAITING = ("waiting_scale", "waiting_overflow")
@@ -109,6 +109,7 @@ _CHECKS: Mapping[str, Check] = {
         losses=_list_of(_is_number),
         rollbacks=_list_of(lambda pair: _list_of(_is_count)(pair) and len(pair) == 2),
     ),
+    "update": lambda value: value in (None, "exact", "speculative"),
     "held_out": _or_none(_is(str)),
     "tokenizer": _is(str),
     "tokenizer_name": _is(str),

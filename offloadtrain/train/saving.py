@@ -43,6 +43,7 @@ from offloadtrain.train.saved_state import (
     restore_random_states,
     seed_all,
 )
+from offloadtrain.train.update_choice import UpdateChoice
 
 _SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
 ADVICE = {
@@ -78,6 +79,7 @@ class Saving:
         self._run, self._log = run, log
         self._saved_step = -1
         self.spikes = Spikes(config.train, context.replicas)
+        self.update_choice = UpdateChoice(config, context)
         self._hf_config = None if config.hf is None else read_config(config.hf.folder)
         val_tokens = context.val_tokens
         self._held_out = None if val_tokens is None else val_tokens.header.content
@@ -230,6 +232,7 @@ class Saving:
             "progress": asdict(progress),
             "data": at.data,
             "spikes": at.spikes,
+            "update": self.update_choice.decided,
             "held_out": self._held_out,
             "tokenizer": self._context.train_tokens.header.tokenizer_id,
             # The ranks that hold the parts of matrices draw the same.
@@ -247,6 +250,8 @@ class Saving:
         state, ranks = source.state, self._context.ranks
         self._context.batches.load_state_dict(state["data"])
         self.spikes.load_state_dict(state["spikes"])
+        if mode := state.get("update"):
+            self.update_choice.decide(mode)
         replica = ranks.rank // self._config.ranks.tensor
         if replica < len(state["rng"]):
             restore_random_states(state["rng"][replica])

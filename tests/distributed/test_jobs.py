@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
-from offloadtrain.events import alerts
+from offloadtrain.events import alerts, schema
 from offloadtrain.model.layers import own_draws
 from offloadtrain.parallel.pipeline.language_model import PipelinedModel
+from offloadtrain.plan import automatic
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import PartError, Range, is_distributed, share_of
@@ -28,7 +29,16 @@ from offloadtrain.train.trained_model import open_saved
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DEEP, DEEPER, INTERLEAVED, SMALL, STAGES, TENSOR
-from tests.distributed.rank_jobs import CONSTANT, FP32, RankRun, evaluations, figures, job_of, train
+from tests.distributed.rank_jobs import (
+    CONSTANT,
+    FP32,
+    RankRun,
+    evaluations,
+    events_of_rank,
+    figures,
+    job_of,
+    train,
+)
 from tests.train.small_job import tensor_hashes
 from tests.train.test_spikes import STEPS, plant
 
@@ -297,3 +307,39 @@ def test_all_stages_go_back_from_a_spike(ranks: Run, tmp_path: Path, data: Path)
     ranks(2, train_with_spike, tmp_path / "run", data, "rollback", 14, **options)
     steps = [[step for step, _ in tried(tmp_path / "run", rank)] for rank in range(2)]
     assert steps[0] == steps[1] == [*range(1, 12), 10, 11, 12, 13, 14]
+
+
+def train_with_choice(folder: Path, data: Path, update: str, *, resume: bool = False) -> None:
+    """Train; by its own clock rank 0 would choose "speculative", and the other rank "exact"."""
+    rank = dist.get_rank()
+    times = {"speculative": (1.0, 5.0)[rank], "exact": (2.0, 3.0)[rank]}
+    row_of = Trainer._row
+
+    def row(trainer: Trainer, *arguments: Any) -> list[float]:
+        values = row_of(trainer, *arguments)
+        step_ms = times[trainer.saving.update_choice._mode]
+        return [values[0], step_ms, 0.0, *values[3:]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(automatic, "GAIN", -1.0)
+        patch.setattr(Trainer, "_row", row)
+        steps = {"train.steps": 23 + 2 * resume, "offload.clip_norm": 1e9}
+        quiet = {"train.eval_every": 0, "train.checkpoint_every": 0}
+        mode = {"offload.update": f'"{update}"'}
+        train(folder, data, resume=resume, **FP32 | CONSTANT | steps | quiet | mode)
+
+
+@pytest.mark.slow
+def test_all_ranks_choose_one_update_mode(ranks: Run, tmp_path: Path, data: Path) -> None:
+    """By the slowest of them, once; the bits are those of exact updates."""
+    auto, exact = tmp_path / "auto", tmp_path / "exact"
+    for path, update in ((auto, "auto"), (exact, "exact")):
+        ranks(2, train_with_choice, path, data, update)
+        ranks(2, train_with_choice, path, data, update, resume=True)
+    for rank in (0, 1):
+        (event,) = events_of_rank(auto, schema.Decided, rank)
+        assert "exact from here on; a step took 5 ms with speculative and 3 ms" in event.message
+        early = [step.early_buckets > 0 for step in events_of_rank(auto, schema.Step, rank)]
+        assert early == [False, *[True] * 10, *[False] * 14]
+    assert figures(auto) == figures(exact)
+    assert tensor_hashes(auto, 25) == tensor_hashes(exact, 25)

@@ -101,6 +101,7 @@ _DESCRIBE: dict[type, Callable[[Any], tuple[str, str]]] = {
     schema.Warning_: lambda event: ("warning", f"{event.code}: {event.message}"),
     schema.Eval: lambda event: ("info", f"validation loss {event.val_loss:.4f}"),
     schema.PlanCompared: lambda event: ("info", event.message),
+    schema.Decided: lambda event: ("info", event.message),
     schema.Sample: lambda event: ("info", f"sample: {event.prompt}{event.text}"),
 }
 """Kind of a record → (level, text) of its line."""

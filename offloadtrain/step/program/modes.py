@@ -134,6 +134,11 @@ class Exact:
     def reset(self) -> None:
         """Forget earlier updates: the whole state was set or loaded."""
 
+    def speculate(self, *, enabled: bool) -> bool:
+        """In mode "speculative", between steps: allow guesses, or update as Exact does, with the
+        same bits. Returns whether the next step guesses."""
+        return False
+
     def switch_version(self, *, to_previous: bool) -> None:
         """With two versions of the weights: let compute read the previous one or the newest."""
         raise UpdateError("there is one version of the weights")
@@ -287,10 +292,15 @@ class Speculative(Exact):
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)
         self._policy = SpeculationPolicy()
+        self._is_enabled = True
         self._used: object = None
 
+    def speculate(self, *, enabled: bool) -> bool:
+        self._is_enabled = enabled
+        return enabled and self._policy.should_speculate()
+
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
-        if not self._policy.should_speculate():
+        if not (self._is_enabled and self._policy.should_speculate()):
             return
         self._used = self._used or early.hyperparameters
         update = Update(early.step, early.update.grad_scale, out_of_place=True)
@@ -322,9 +332,8 @@ class Speculative(Exact):
             self._staged.clear()
         self._used = None
         super().apply(order, decision)
-        return Speculation(
-            guessed, right if guessed else None, mostly_wrong=self._policy.is_mostly_wrong()
-        )
+        is_mostly_wrong = self._is_enabled and self._policy.is_mostly_wrong()
+        return Speculation(guessed, right if guessed else None, mostly_wrong=is_mostly_wrong)
 
     def drop(self) -> None:
         self._used = None

@@ -1,0 +1,94 @@
+"""Exact or speculative updates, by the steps of the run: `offload.update = "auto"` of a job.
+
+[Note: Measured update mode]
+The plan decides first. Where it expects a gain from "speculative", the job begins in that mode: the
+layout has the second copies, in which "exact" can run as well, with the same bits. So the mode
+changes between two steps and moves nothing. After `STEPS` steps that guessed, as many run in mode
+"exact", and the mode with the shorter median stays for the rest of the run; the planned one unless
+the other is faster by `GAIN`. A step whose gradients were clipped or skipped so often that
+"speculative" does not guess is not counted: the comparison goes on when guesses are right again.
+
+Step times are those of the slowest rank, which all ranks know, so all decide the same after the
+same step. Checkpoints have the decision, and a resumed run keeps it. The second copies stay where
+they are: their memory is planned, and nothing else is to use it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import UpdateMode
+from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.plan.automatic import GAIN, with_decisions_of
+from offloadtrain.train.build import TrainingContext
+
+STEPS = 8
+"""Steps of each mode whose median is compared."""
+_SETTLING = 2
+"""First steps of each mode, which are not compared: an update of the other mode may run in them."""
+
+
+class UpdateChoice:
+    """Decides about the update mode of one run.
+
+    Attributes:
+        decided: the mode that was faster in this run; None: not measured, or not yet.
+        resolved: the job with the plan's decisions, but for a mode that is to be measured.
+    """
+
+    def __init__(self, config: Config, context: TrainingContext) -> None:
+        optimizer, job = context.optimizer, with_decisions_of(config, context.plan.job)
+        is_open = config.offload.update == "auto" and job.offload.update == "speculative"
+        # In a pipeline a stage waits for others in every step: the plan's decision stays.
+        is_open = is_open and context.pipelined is None
+        self._optimizer = optimizer if is_open and isinstance(optimizer, OffloadOptimizer) else None
+        undecided = job.offload.replace(update="auto")
+        self.resolved = replace(job, offload=undecided) if is_open else job
+        self.decided: str | None = None
+        self._mode, self._guesses = job.offload.update, False
+        """Mode of the next step, and whether it guesses."""
+        self._step_ms: dict[str, list[float]] = {"speculative": [], "exact": []}
+
+    def __str__(self) -> str:
+        """What is known at the start."""
+        if self.decided:
+            return f"{self.decided}, as measured in this run"
+        measured = ", which the first steps compare with exact" if self._optimizer else ""
+        return f"{self._mode} as planned{measured}"
+
+    def decide(self, mode: UpdateMode) -> None:
+        """Keep to a decision: nothing is measured any more."""
+        if self._optimizer is not None:
+            self.decided = self._mode = mode
+            self._optimizer.speculate(enabled=mode == "speculative")
+
+    def after_step(self, step_ms: float) -> str:
+        """Count a step that was not skipped.
+
+        Args:
+            step_ms: its duration on the slowest rank.
+
+        Returns:
+            A sentence if the mode was decided now, else "".
+        """
+        if self._optimizer is None or self.decided:
+            return ""
+        times = self._step_ms[self._mode]
+        if self._guesses or self._mode == "exact":
+            times.append(step_ms)
+        if len(times) == _SETTLING + STEPS:
+            if self._mode == "exact":
+                return self._compared()
+            self._mode = "exact"
+        self._guesses = self._optimizer.speculate(enabled=self._mode == "speculative")
+        return ""
+
+    def _compared(self) -> str:
+        guessed_ms, exact_ms = (statistics.median(ms[_SETTLING:]) for ms in self._step_ms.values())
+        self.decide("exact" if guessed_ms >= exact_ms * (1 + GAIN) else "speculative")
+        return (
+            f"offload.update = auto: {self.decided} from here on; a step took {guessed_ms:.4g} ms "
+            f"with speculative and {exact_ms:.4g} ms with exact (medians of {STEPS} steps)"
+        )

@@ -1,0 +1,107 @@
+"""A job with `offload.update = "auto"` measures both modes; the bits are those of an exact run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offloadtrain.config.job import Config
+from offloadtrain.events import schema
+from offloadtrain.plan import automatic
+from offloadtrain.train import update_choice
+from offloadtrain.train.update_choice import UpdateChoice
+from tests.train.conftest import assert_same_run
+from tests.train.small_job import events_of, run, small_job
+
+STEPS = 2 * (update_choice._SETTLING + update_choice.STEPS) + 5
+DECIDES = STEPS - 4
+"""The last step that is measured: the first of the run does not guess."""
+
+
+def job_of(folder: Path, *overrides: str) -> Config:
+    few = (f"train.steps={STEPS}", "train.eval_every=0", "train.checkpoint_every=0")
+    return small_job(folder, *few, "offload.clip_norm=1e9", *overrides)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Plan a gain for speculative updates; return a function that sets the step times of the
+    modes, speculative and exact."""
+    monkeypatch.setattr(automatic, "GAIN", -1.0)
+    after_step = UpdateChoice.after_step
+
+    def arm(speculative_ms: float, exact_ms: float) -> None:
+        times = {"speculative": speculative_ms, "exact": exact_ms}
+
+        def timed(choice: UpdateChoice, step_ms: float) -> str:
+            return after_step(choice, times[choice._mode])
+
+        monkeypatch.setattr(UpdateChoice, "after_step", timed)
+
+    return arm
+
+
+def guesses(path: Path) -> list[bool]:
+    """For each step, whether updates ran inside its backward."""
+    return [event.early_buckets > 0 for event in events_of(path, schema.Step)]
+
+
+@pytest.mark.parametrize(
+    ("speculative_ms", "exact_ms", "decided"),
+    [(10.0, 20.0, "speculative"), (20.0, 10.0, "exact"), (10.2, 10.0, "speculative")],
+)
+def test_the_faster_mode_stays_also_after_a_resume(
+    tmp_path: Path,
+    clock: Callable[[float, float], None],
+    with_stops: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    speculative_ms: float,
+    exact_ms: float,
+    decided: str,
+) -> None:
+    """A difference of 2 % is none. The run that is stopped within the steps of the first mode
+    measures anew, and the one that is stopped after the decision does not."""
+    clock(speculative_ms, exact_ms)
+    auto, exact, parted = (tmp_path / name for name in ("auto", "exact", "parted"))
+    assert run(job_of(tmp_path, "offload.update=exact"), exact) == 0
+    assert run(job_of(tmp_path, "offload.update=auto"), auto) == 0
+    said = capsys.readouterr().err
+    assert "; update = auto: speculative as planned, which the first steps compare" in said
+    assert_same_run(auto, exact, STEPS)
+    (event,) = events_of(auto, schema.Decided)
+    assert event.step == DECIDES and f"auto: {decided} from here on" in event.message
+    assert said.count(event.message) == 1
+    measured = update_choice._SETTLING + update_choice.STEPS
+    first = [False] + [True] * measured + [False] * measured
+    assert guesses(auto) == first + [decided == "speculative"] * 4
+    assert 'update = "auto"' in (auto / "resolved.toml").read_text()
+
+    with_stops(job_of(tmp_path, "offload.update=auto"), parted, 2, DECIDES)
+    assert_same_run(parted, exact, STEPS)
+    (event,) = events_of(parted, schema.Decided)
+    assert event.step == DECIDES + 2
+    assert guesses(parted) == [False, True, *first, False, decided == "speculative"]
+    last_start = capsys.readouterr().err.rpartition("; resuming after")[0]
+    assert f"; update = auto: {decided}, as measured in this run" in last_start
+
+
+def test_steps_without_a_guess_are_not_measured(
+    tmp_path: Path, clock: Callable[[float, float], None]
+) -> None:
+    """All are clipped, so that the mode stops guessing, and nothing is decided."""
+    clock(10.0, 20.0)
+    auto, exact = tmp_path / "auto", tmp_path / "exact"
+    for update, path in (("exact", exact), ("auto", auto)):
+        clipped = job_of(tmp_path, f"offload.update={update}", "offload.clip_norm=1e-6")
+        assert run(clipped, path) == 0
+    assert_same_run(auto, exact, STEPS)
+    assert not events_of(auto, schema.Decided) and not any(guesses(auto)[-3:])
+
+
+def test_equal_plans_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without clipping nothing is guessed."""
+    never = ("offload.clip_norm=0", "offload.skip_nonfinite=false", "train.steps=2")
+    assert run(job_of(tmp_path, "offload.update=auto", *never), tmp_path / "run") == 0
+    assert "; update = auto: exact as planned\n" in capsys.readouterr().err

@@ -50,25 +50,3 @@ def test_lengths_are_shown_with_what_each_sequence_would_cut(
         lost = [tokens for tokens in beyond[bound] if tokens > 0]
         cut = f"{len(lost)} lose {sum(lost)} tokens" if lost else "none"
         assert text.startswith(f"{inside[bound]} {cut}"), (bound, text)
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "code", "message"),
-    [
-        ("absent", [], 2, "absent"),
-        ("empty", [], 2, "empty"),
-        ("empty", ["--val-fraction", "2"], 2, "[0, 1)"),
-    ],
-)
-def test_what_cannot_be_prepared_is_told(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    options: list[str],
-    code: int,
-    message: str,
-) -> None:
-    (tmp_path / "empty").mkdir()
-    assert main(["prepare", str(tmp_path / source), str(tmp_path / "out"), *options]) == code
-    out, err = capsys.readouterr()
-    assert out == "" and message in err and "Traceback" not in err

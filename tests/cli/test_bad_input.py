@@ -90,6 +90,7 @@ BAD_ARGUMENTS: list[tuple[list[str], int, str]] = [
     (["prepare", "text", "out", "--val-fraction", "2"], 2, "val_fraction = 2"),
     (["prepare", "text", "out", "--val-fraction", "nan"], 2, "val_fraction = nan"),
     (["prepare", HOSTILE, "out"], 2, "no such file"),
+    (["prepare", "text", "out", "--tokenizer", "gpt2"], 2, "no tokenizer 'gpt2': give bytes, a"),
     (["prepare", LONG, "out"], 2, "File name too long"),
     (["status", LONG], 2, "not there"),
     (["events", LONG], 2, "not there"),
@@ -168,13 +169,6 @@ def test_no_key_accepts_a_value_of_no_type_or_obeys_a_hostile_one(
         assert all(line.isprintable() for line in (*out.splitlines(), *err.splitlines()))
         if value in OF_NO_TYPE:
             assert code == 2 and key.split(".")[0] in err and len(err.splitlines()) <= 3
-
-
-def test_a_tokenizer_that_is_not_there_is_refused(capsys: Captured, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    assert main(["prepare", str(tmp_path), "out", "--tokenizer", "gpt2"]) == 2
-    err = capsys.readouterr().err
-    assert "no tokenizer 'gpt2': give bytes, a folder" in err and not Path("out").exists()
 
 
 def test_escapes_that_the_argument_parser_quotes_are_removed(capsys: Captured) -> None:

@@ -130,33 +130,6 @@ def test_0_and_the_commands_that_it_proposes(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code", "message"),
-    [
-        (["data.source=absent"], 2, "data.source = absent is not there"),
-        (["device.kind=cuda"], 2, "device.kind"),
-        (["model.vocab_size=100"], 2, "model.vocab_size = 100"),
-        (["optim.lr=-1"], 2, "optim.lr"),
-        (["model.d_model=65536", "model.num_layers=99"], 4, "small does not fit"),
-    ],
-)
-def test_codes_of_failures(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    overrides: list[str],
-    code: int,
-    message: str,
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 100 << 30)
-    job = job_file(tmp_path)
-    arguments = ["train", str(job), "--run-dir", str(tmp_path / "run"), "--set", *overrides]
-    assert main(arguments) == code
-    out, err = capsys.readouterr()
-    assert message in err and "Traceback" not in err and out == ""
-
-
-@pytest.mark.parametrize(
     ("error", "code", "last_line", "has_traceback"),
     [
         (

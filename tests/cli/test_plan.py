@@ -111,17 +111,13 @@ def changes_in(out: str) -> list[tuple[float, str]]:
 
 
 def test_a_plan_that_does_not_fit_proposes_changes_that_do(capsys: Captured) -> None:
-    arguments = ["demo", "--machine", "v100_32gb", "--gpu-memory", "2GiB", *SMALL]
+    small = [*SMALL, "model.num_layers=4", "model.vocab_size=8192"]
+    arguments = ["demo", "--machine", "v100_32gb", "--gpu-memory", "1300MiB", *small]
     out = printed(capsys, *arguments, code=4)
     assert "It does not fit:" in out and "the device needs" in out
     changes = changes_in(out)
     assert changes == sorted(changes, key=lambda change: -change[0])
     assert plan(*arguments, *changes[-1][1].split()) == 0
-    capsys.readouterr()
-    assert "the host" in printed(
-        capsys, "demo", "--machine", "cpu2", "--host-memory", "100MB", code=4
-    )
-    assert plan("demo", "--machine", "cpu2") == 0
 
 
 def test_a_measured_machine_is_planned_for(

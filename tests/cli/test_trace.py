@@ -33,6 +33,7 @@ def test_spans_lie_in_their_steps() -> None:
     records = [
         record(steps[0], 100.05),
         record(span(2, "host", 10.0), 100.1),
+        record(replace(span(2, "comm", 10.0), num_bytes=4_000_000), 100.1),
         record(span(3, "host", 10.0), 100.1),  # of a step that never ended
         record(steps[1], 100.1),
         record(steps[1], 100.2, rank=1),
@@ -45,6 +46,9 @@ def test_spans_lie_in_their_steps() -> None:
         ("step 2", 1): pytest.approx((150e3, 50e3)),
         ("work", 0): pytest.approx((60e3, 2e3)),
     }
+    of_lane = {e["cat"]: e["args"] for e in made if "cat" in e}
+    assert of_lane["comm"] == {"step": 2, "bytes": 4_000_000, "GB/s": pytest.approx(2.0)}
+    assert of_lane["host"] == {"step": 2}
     counted = {e["name"]: e["args"] for e in made if e["ph"] == "C" and e["ts"] < 1}
     assert counted["loss"] == {"loss": 1.0}
     names = {(e["pid"], e["args"]["name"]) for e in made if e["name"] == "thread_name"}
@@ -76,16 +80,3 @@ def test_a_folder_without_sampled_steps_is_refused(
     (tmp_path / "events/rank000.jsonl").write_bytes(b"")
     assert main(["trace", str(tmp_path)]) == USAGE
     assert "no step of this run has been sampled" in capsys.readouterr().err
-
-
-def test_a_copy_has_its_bandwidth() -> None:
-    made = chrome_trace(
-        [
-            record(schema.Step(step=1, loss=1.0, lr=0.1, tokens=1, step_ms=50.0), 100.05),
-            record(replace(span(1, "comm", 0.0), num_bytes=4_000_000), 100.05),
-            record(span(1, "host", 0.0), 100.05),
-        ]
-    )["traceEvents"]
-    of_lane = {e["cat"]: e["args"] for e in made if "cat" in e}
-    assert of_lane["comm"] == {"step": 1, "bytes": 4_000_000, "GB/s": pytest.approx(2.0)}
-    assert of_lane["host"] == {"step": 1}

@@ -1,16 +1,7 @@
-"""A training program that uses `offload` and saves itself with torch.save.
-
-    PYTHON program.py FOLDER
-
-where PYTHON is that of the checkout to run: trains each case for three steps, saves it to
-FOLDER/NAME.pt, and writes the losses of the next three steps, of a new process's objects that have
-loaded the file, to FOLDER/losses.json.
-"""
+"""A training program that uses `offload` and saves itself with torch.save."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +93,3 @@ def resume(folder: Path, name: str) -> list[float]:
     training = Training(CASES[name], seed=1)
     training.load(path_of(folder, name))
     return [training.step(STEPS_BEFORE + number) for number in range(STEPS_AFTER)]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    target = Path(sys.argv[1])
-    for each in CASES:
-        after_save = save(target, each)
-        print(each, after_save, resume(target, each), file=sys.stderr)
-    losses = {each: resume(target, each) for each in CASES}
-    (target / "losses.json").write_text(json.dumps(losses, indent=1))

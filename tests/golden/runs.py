@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COMMIT = "84537982"
 ARCHIVES = Path(__file__).parent / "runs"
 
 BASE: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ import pytest
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import log_lines
+from tests import levels
 from tests.golden import program
 from tests.golden.digests import of_exported_folder, of_torch_file
 from tests.golden.golden import machine_class
@@ -64,6 +65,7 @@ def assert_same(values: Any, recorded: Any, made_on: str) -> None:
 # ---- runs
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_run_resumes(name: str, inside: Path) -> None:
     folder = unpack(name, inside)
@@ -73,9 +75,7 @@ def test_a_run_resumes(name: str, inside: Path) -> None:
     assert_same(steps, recorded["resumed"], recorded["made_on"])
 
 
-@pytest.mark.parametrize(
-    "name", OF_RANKS[:1] + [pytest.param(name, marks=pytest.mark.slow) for name in OF_RANKS[1:]]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in OF_RANKS])
 def test_a_run_of_ranks_resumes(name: str, inside: Path) -> None:
     folder = unpack(name, inside)
     recorded = expected(folder)
@@ -133,6 +133,7 @@ def test_a_tied_head_of_transformers_is_evaluated(
     assert losses[0] == losses[1] < 6.0
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_log_is_read(name: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = unpack(name, inside)

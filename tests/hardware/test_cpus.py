@@ -10,7 +10,7 @@ import torch
 from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
-from offloadtrain.hardware.cpus import CpuPlan, plan
+from offloadtrain.hardware.cpus import plan
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.train.build import _threads
 from offloadtrain.train.run_folder import ResumedSettings
@@ -41,24 +41,25 @@ def write(path: Path, value: object) -> None:
     path.write_text(f"{value}\n")
 
 
-def test_one_thread_per_physical_core_less_one(tmp_path: Path) -> None:
-    result = plan(allowed=range(16), sysfs=machine(tmp_path, 1, 8, 2))
-    assert result == CpuPlan(7, (), "8 of 8 physical cores, one left to the launching thread")
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2)])
-def test_one_is_left_where_there_are_more_than_two(
-    tmp_path: Path, cores: int, threads: int
-) -> None:
-    assert plan(allowed=range(cores), sysfs=machine(tmp_path, 1, cores, 1)).threads == threads
-
-
-def test_the_gpus_node(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path, 2, 4, 2)
-    result = plan(rank_gpus=["0000:AF:00.0"], allowed=range(16), sysfs=sysfs)
-    assert result.cpus == (4, 5, 6, 7, 12, 13, 14, 15)
-    assert result.threads == 3
-    assert "4 of 4 physical cores of NUMA node 1" in result.why
+def test_one_rank_has_a_thread_per_physical_core_but_one(tmp_path: Path) -> None:
+    """Of its GPU's node, if the GPU has one; fewer under a quota."""
+    single, halves = machine(tmp_path / "1", 1, 8, 2), machine(tmp_path / "2", 2, 4, 2)
+    bare, gpu = machine(tmp_path / "bare", 0, 0, 1), "0000:3b:00.0"
+    for sysfs, cores, options, threads, cpus, why in (
+        (single, 16, {}, 7, (), "8 of 8 physical cores, one left to the launching thread"),
+        (single, 1, {}, 1, (), "1 of 1"),
+        (single, 2, {}, 2, (), "2 of 2"),
+        (single, 3, {}, 2, (), "3 of 3"),
+        (
+            *(halves, 16, {"rank_gpus": ["0000:AF:00.0"]}, 3),
+            *((4, 5, 6, 7, 12, 13, 14, 15), "4 of 4 physical cores of NUMA node 1"),
+        ),
+        (single, 16, {"rank_gpus": [gpu], "quota": 4.5}, 3, (), "cgroup quota 4.5"),
+        (single, 16, {"quota": 0.5}, 1, (), "cgroup quota 0.5"),
+        *((bare, 6, {"rank_gpus": [at]}, 5, (), "") for at in (None, gpu, "0000:ff:00.0")),
+    ):
+        result = plan(allowed=range(cores), sysfs=sysfs, **options)  # type: ignore[arg-type]
+        assert (result.threads, result.cpus) == (threads, cpus) and why in result.why
 
 
 def test_ranks_on_one_node_divide_its_cores(tmp_path: Path) -> None:
@@ -85,14 +86,6 @@ def test_every_rank_gets_a_core_and_none_is_lost(tmp_path: Path, ranks: int) -> 
     assert ranks > 5 or len(used) == 5
 
 
-def test_a_quota_bounds_the_threads_and_binds_none(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path, 1, 8, 1)
-    result = plan(rank_gpus=["0000:3b:00.0"], allowed=range(8), quota=4.5, sysfs=sysfs)
-    assert (result.threads, result.cpus) == (3, ())
-    assert "cgroup quota 4.5" in result.why
-    assert plan(allowed=range(8), quota=0.5, sysfs=sysfs).threads == 1
-
-
 @pytest.mark.parametrize(("quota", "threads"), [(16.0, 3), (8.0, 2), (2.5, 1)])
 def test_ranks_divide_a_quota(tmp_path: Path, quota: float, threads: int) -> None:
     sysfs = machine(tmp_path, 2, 16, 1)
@@ -104,29 +97,20 @@ def test_ranks_divide_a_quota(tmp_path: Path, quota: float, threads: int) -> Non
     assert all(f"cgroup quota {quota:g} for 4 ranks" in p.why for p in plans)
 
 
-def test_a_gpu_without_a_node_and_a_machine_without_topology(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path / "one", 0, 0, 1)
-    for gpu in (None, "0000:3b:00.0", "0000:ff:00.0"):
-        assert plan(rank_gpus=[gpu], allowed=range(6), sysfs=sysfs).threads == 5
-
-
 def test_the_least_quota_of_the_ancestors_counts(tmp_path: Path) -> None:
-    write(tmp_path / "self", "0::/job/task")
-    mount = tmp_path / "cgroup"
+    """Of both versions."""
+    membership, mount = tmp_path / "self", tmp_path / "cgroup"
+    write(membership, "0::/job/task")
     write(mount / "job/task/cpu.max", "max 100000")
     write(mount / "job/cpu.max", "150000 100000")
-    assert cpu_quota(mount, tmp_path / "self") == 1.5
-    assert folders(mount, tmp_path / "self") == [mount / "job/task", mount / "job", mount]
-
-
-def test_quotas_of_version_1(tmp_path: Path) -> None:
-    write(tmp_path / "self", "4:cpu,cpuacct:/job\n3:memory:/job")
-    group = tmp_path / "cgroup/cpu,cpuacct/job"
-    write(group / "cpu.cfs_quota_us", 250000)
+    assert cpu_quota(mount, membership) == 1.5
+    assert folders(mount, membership) == [mount / "job/task", mount / "job", mount]
+    write(membership, "4:cpu,cpuacct:/old\n3:memory:/old")
+    group = mount / "cpu,cpuacct/old"
     write(group / "cpu.cfs_period_us", 100000)
-    assert cpu_quota(tmp_path / "cgroup", tmp_path / "self") == 2.5
-    write(group / "cpu.cfs_quota_us", -1)
-    assert cpu_quota(tmp_path / "cgroup", tmp_path / "self") is None
+    for quota, cores in ((250000, 2.5), (-1, None)):
+        write(group / "cpu.cfs_quota_us", quota)
+        assert cpu_quota(mount, membership) == cores
 
 
 KEPT = ResumedSettings("bf16", 1, 2)

@@ -45,39 +45,27 @@ def free(mount: Path) -> list[int]:
     return sorted(limit.free_bytes for limit in limits)
 
 
-@pytest.mark.parametrize("level", [".", "job", "job/task"])
-def test_a_limit_of_version_2_counts_at_every_level(mount: Path, level: str) -> None:
-    for above in (".", "job", "job/task"):
-        v2(mount / above, "max", 100, 0)
-    assert free(mount) == []
-    v2(mount / level, 1000, 400, 50)
-    assert free(mount) == [650]
-
-
-@pytest.mark.parametrize("level", [".", "box", "box/inner"])
-def test_a_limit_of_version_1_counts_at_every_level(mount: Path, level: str) -> None:
-    for above in (".", "box", "box/inner"):
-        v1(mount / "memory" / above, V1_NO_LIMIT, 100, 0)
-    assert free(mount) == []
-    v1(mount / "memory" / level, 1000, 400, 50)
-    assert free(mount) == [650]
-
-
-def test_limits_of_both_versions_count(mount: Path) -> None:
+def test_a_limit_of_either_version_counts_at_every_level(mount: Path) -> None:
+    """A file that says no number sets none, and a group without counters has all of its limit."""
+    for make, no_limit, root, levels in (
+        (v2, "max", mount, (".", "job", "job/task")),
+        (v1, V1_NO_LIMIT, mount / "memory", (".", "box", "box/inner")),
+    ):
+        for level in levels:
+            for above in levels:
+                make(root / above, no_limit, 100, 0)  # type: ignore[arg-type]
+            assert free(mount) == []
+            make(root / level, 1000, 400, 50)  # type: ignore[arg-type]
+            assert free(mount) == [650]
+        make(root / levels[-1], no_limit, 100, 0)  # type: ignore[arg-type]
     v1(mount / "memory/box", 1000, 900, 0)
+    for text in ("", "max", "-1", "x", "9" * 30):
+        v2(mount / "job", text, 400, 0)
+        assert free(mount) == [100]
     v2(mount / "job", 1000, 400, 0)
     assert free(mount) == [100, 600]
-
-
-@pytest.mark.parametrize("text", ["", "max", "-1", "x", "9" * 30])
-def test_a_file_that_says_no_number_sets_no_limit(mount: Path, text: str) -> None:
-    v2(mount / "job", text, 400, 0)
-    assert free(mount) == []
-
-
-def test_a_group_without_counters_has_its_limit(mount: Path) -> None:
-    put(mount / "job/memory.max", 1000)
-    assert free(mount) == [1000]
+    (mount / "job/memory.current").unlink()
+    assert free(mount) == [100, 1000]
 
 
 def test_the_least_of_all_limits_is_told_by_name(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import types
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -64,56 +62,6 @@ def nvml(**failing: Exception) -> Nvml:
 
 def error(code: int) -> Exception:
     return pynvml.NVMLError(code)  # type: ignore[no-any-return]
-
-
-# Which field of a GPU each call answers; "" is for text, None for numbers.
-CALLS = {
-    "nvmlDeviceGetName": {"name"},
-    "nvmlDeviceGetUUID": {"uuid"},
-    "nvmlDeviceGetMemoryInfo": {"memory_bytes", "memory_used_bytes", "memory_total_bytes"},
-    "nvmlDeviceGetCurrPcieLinkGeneration": {"pcie_generation"},
-    "nvmlDeviceGetMaxPcieLinkGeneration": {"pcie_generation_max"},
-    "nvmlDeviceGetCurrPcieLinkWidth": {"pcie_width"},
-    "nvmlDeviceGetMaxPcieLinkWidth": {"pcie_width_max"},
-    "nvmlDeviceGetUtilizationRates": {"utilization_percent"},
-    "nvmlDeviceGetPowerUsage": {"power_w"},
-    "nvmlDeviceGetTemperature": {"temperature_c"},
-}
-
-
-def test_gpus_are_told_in_full() -> None:
-    source = nvml()
-    assert source.state == "" and source.driver() == "610.47"
-    first, second = source.describe()
-    assert (first.index, first.uuid, second.index, second.uuid) == (0, "GPU-0", 1, "GPU-1")
-    assert first.memory_bytes == 140 * GIB
-    assert (first.pcie_generation, first.pcie_generation_max) == (4, 5)
-    assert (first.pcie_width, first.pcie_width_max) == (8, 16)
-    sample = source.sample()[1]
-    assert (sample.index, sample.name, sample.uuid) == (1, "NVIDIA H200", "GPU-1")
-    assert (sample.memory_used_bytes, sample.memory_total_bytes) == (3 * GIB, 140 * GIB)
-    assert (sample.utilization_percent, sample.power_w, sample.temperature_c) == (97, 654.321, 61)
-
-
-@pytest.mark.parametrize(
-    ("call", "code"), list(zip(CALLS, itertools.cycle([3, 4, 13, 15, 999]), strict=False))
-)
-def test_a_question_refused_leaves_the_others_answered(call: str, code: int) -> None:
-    source = nvml(**{call: error(code)})
-    pairs: list[tuple[Any, Any]] = [
-        (source.describe(), nvml().describe()),
-        (source.sample(), nvml().sample()),
-    ]
-    for answers, complete in pairs:
-        assert len(answers) == 2
-        for gpu, expected in zip(answers, complete, strict=True):
-            for f in fields(gpu):
-                value = getattr(gpu, f.name)
-                if f.name in CALLS[call]:
-                    assert value == ("" if f.type == "str" else None)
-                else:
-                    assert value == getattr(expected, f.name)
-    assert source.state == ""
 
 
 @pytest.mark.parametrize(

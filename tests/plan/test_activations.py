@@ -93,36 +93,47 @@ def test_within_five_percent_in_fp32(shape: str, size: str, policy: str) -> None
     assert ratio(config) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("policy", ["recompute", pytest.param("offload", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("again", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
-def test_so_does_a_part_of_the_layers_recomputed(again: int, policy: str) -> None:
-    keys = {"offload__activation": policy, "offload__recompute_blocks": again}
-    config = sized("llama", "tokens", offload__precision="fp32", **keys)
-    assert ratio(config) == pytest.approx(1.0, abs=0.05)
+BF16 = {"offload__precision": "bf16"}
+IN_PARTS = {"train__chunked_loss": True, "offload__precision": "fp32"}
+SOME: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("llama", "tokens", 0, {"offload__activation": "recompute", "offload__recompute_blocks": 4}),
+    ("gpt", "tokens", 0, BF16),
+    ("llama", "logits", 0, BF16),
+    ("gpt with dropout", "logits", 0, BF16),
+    ("gpt", "logits", 128, IN_PARTS),
+    ("llama", "logits", 1024, IN_PARTS),
+]
+LATER: list[tuple[str, str, int, dict[str, Any]]] = [
+    *(
+        ("llama", "tokens", 0, {"offload__activation": policy, "offload__recompute_blocks": again})
+        for policy, again in (("recompute", 1), ("recompute", 5), ("offload", 1), ("offload", 4))
+    ),
+    *(
+        (shape, size, 0, BF16)
+        for shape in ("switch", "gpt with experts")
+        for size in ("tokens", "logits")
+    ),
+    ("llama", "tokens", 0, BF16),
+    ("gpt", "logits", 0, BF16),
+    ("gpt", "logits", 1024, IN_PARTS),
+    ("llama", "logits", 128, IN_PARTS),
+]
 
 
-@pytest.mark.parametrize("size", ["tokens", "logits"])
 @pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if "num_experts" in shape else [])
-        for name, shape in SHAPES.items()
-    ],
+    ("shape", "size", "columns", "keys"),
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER)],
 )
-def test_within_five_percent_in_bf16(shape: str, size: str) -> None:
-    """Where activations are most of it: beside them the CPU's 16-bit matrix products take scratch
-    memory of a weight's size, which a plan does not count."""
-    assert ratio(sized(shape, size, offload__precision="bf16")) == pytest.approx(1.0, abs=0.05)
-
-
-@pytest.mark.parametrize("shape", ["gpt", "llama"])
-@pytest.mark.parametrize("columns", [128, 1024])
-def test_a_loss_in_parts_takes_what_is_planned(
-    shape: str, columns: int, monkeypatch: pytest.MonkeyPatch
+def test_so_do_other_options(
+    shape: str, size: str, columns: int, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = sized(shape, "logits", train__chunked_loss=True, offload__precision="fp32")
-    part = 4 * columns * config.train.micro_batch * config.data.seq_len
-    monkeypatch.setattr(loss_parts, "PART_BYTES_CPU", part)
+    """A part of the layers recomputed; a loss in parts of so many columns; bf16, where activations
+    are most of it: the CPU's 16-bit matrix products take scratch memory of a weight's size, which a
+    plan does not count."""
+    config = sized(shape, size, **({"offload__precision": "fp32"} | keys))
+    if columns:
+        part = 4 * columns * config.train.micro_batch * config.data.seq_len
+        monkeypatch.setattr(loss_parts, "PART_BYTES_CPU", part)
     traced_microbatch.cache_clear()
     try:
         assert ratio(config) == pytest.approx(1.0, abs=0.05)
@@ -158,17 +169,6 @@ def test_another_model_is_estimated_by_its_width_where_its_heads_do_not_divide_i
     trace = ShapeTrace(on_cpu=False)
     assert other.model.problems() and trace(other).activations.saved > 0
     assert trace(other).activations.total == pytest.approx(trace(base).activations.total, rel=0.3)
-
-
-def test_more_of_anything_needs_more() -> None:
-    base = sized("llama", "tokens")
-    before = activations(place(base), on_cpu=False).total
-    deeper = replace(base, model=replace(base.model, num_layers=7))
-    wider = replace(base, model=replace(base.model, d_model=128))
-    longer = replace(base, train=replace(base.train, micro_batch=5))
-    routed = replace(base, model=replace(base.model, num_experts=4))
-    for more in (deeper, wider, longer, routed):
-        assert activations(place(more), on_cpu=False).total > before
 
 
 def test_a_microbatch_that_no_device_holds_is_not_traced_whole(

@@ -47,7 +47,10 @@ def test_no_schedule_is_faster(machine: str, overrides: tuple[str, ...], tight: 
 
 def test_a_search_simulates_only_what_may_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones are those of a search that simulates all."""
-    job, target = question.job_of("a", MODELS["Qwen2.5-3B"]), find("h100_16cores")[1]
+    job, target = (
+        question.job_of("a", MODELS["Qwen2.5-3B"]),
+        find("h100_16cores")[1],
+    )
     counts = []
     simulate = plans.predict
 

@@ -222,7 +222,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
     ),
     keep_fp32=st.sampled_from([[], ["*norm*"], ["blocks.*"], ["*"]]),
     decay=st.sampled_from(["matrices", "all"]),
-    rule=st.sampled_from(["adamw", "lamb"]),
+    rule=st.sampled_from(["adamw", "lamb", "lion", "sgd", "adagrad"]),
     accum=st.integers(1, 2),
     ranks=st.sampled_from([1, 2, 3, 8]),
 )
@@ -238,6 +238,8 @@ def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
     """For any number of ranks, on the meta device; and what is mapped is what it says."""
     if options["working"] == "host" and options["zero_stage"] in (1, 2):
         options["zero_stage"] = 3
+    if rule == "adagrad" and options["state"] == "int8":
+        options["state"] = "split16"  # its sum has no narrower form
     keys = {f"offload__{key}": value for key, value in options.items()}
     keys |= {"train__grad_accum_steps": accum * ranks, "device__kind": "auto"}
     config = job(shape, optim__decay=decay, optim__name=rule, **keys)

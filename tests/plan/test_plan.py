@@ -35,7 +35,7 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.simulate import steady
 from offloadtrain.train import dry_run
-from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
+from offloadtrain.train.dry_run import DryRunError, check, proved
 from tests import levels
 from tests.plan.test_memory import job
 
@@ -293,7 +293,8 @@ def test_smaller_pieces_and_shorter_sequences_make_it_fit() -> None:
     assert tighter.items() <= changes[0].keys.items()
 
 
-@pytest.mark.parametrize("state_on", ["host", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("state_on", ["host", "auto"])
 def test_block_inputs_that_have_room_are_not_moved_to_a_host_that_is_short(
     monkeypatch: pytest.MonkeyPatch, state_on: Any
 ) -> None:
@@ -307,7 +308,7 @@ def test_block_inputs_that_have_room_are_not_moved_to_a_host_that_is_short(
 
     monkeypatch.setattr(suggest, "make", noted)
     most = max(make(config, "test", V100).host_peaks.values())
-    for share in (0.95, 0.8, 0.6):
+    for share in (0.95, 0.7):
         short = replace(V100, host_memory=f"{round(share * most)}")
         tried.clear()
         few = nearest(config, "test", short, 1)
@@ -361,33 +362,43 @@ def test_auto_in_a_job_is_settled() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("keys", "machine", "message"),
-    [
-        ({"offload__precision": "bf16"}, V100, "set offload.precision = fp16 or fp32"),
-        ({"offload__state": "split16", "offload__precision": "auto"}, V100, "fp32 or int8"),
-    ],
-)
-def test_what_a_machine_cannot(keys: dict[str, Any], machine: Machine, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        planned(small(**keys), machine)
+ONE_LAYER = replace(SIZES["gpt2-355m"], num_layers=1)
+LIMITED = {"offload__device_memory_limit": '"1MiB"'}
+STREAMED: dict[str, Any] = {"offload__working": "host"}
+REFUSED: list[tuple[str, dict[str, Any], Machine, int]] = [
+    ("set offload.precision = fp16 or fp32", {"offload__precision": "bf16"}, V100, 1),
+    ("fp32 or int8", {"offload__state": "split16", "offload__precision": "auto"}, V100, 1),
+    ("computes on Tesla V100", {"device": "cpu"}, V100, 1),
+    (
+        r"offload\.working = .* set zero_stage = 3",
+        STREAMED | {"offload__zero_stage": 2},
+        DGX2,
+        2,
+    ),
+    (r'optim\.name = "muon" updates the', {"optim__name": "muon", "model": ONE_LAYER}, V100, 1),
+    # Also where nothing can be streamed.
+    *(
+        (r"offload\.device_memory_limit is 1\.0 MiB", LIMITED | keys, V100, 1)
+        for keys in ({}, STREAMED, {"model": ONE_LAYER}, STREAMED | {"model": ONE_LAYER})
+    ),
+    (
+        "node_link_gbps",
+        {"train__micro_batch": 32},
+        replace(DGX2, node_link_gbps=0.0),
+        32,
+    ),
+]
 
 
-def test_a_job_for_the_cpu_on_a_gpu_machine() -> None:
-    config = small()
-    config = replace(config, device=replace(config.device, kind="cpu"))
-    with pytest.raises(PlanError, match="computes on Tesla V100"):
-        planned(config)
-
-
-@pytest.mark.parametrize("layers", [1, 24])
-@pytest.mark.parametrize("working", ["device", "host"])
-def test_a_device_limit_holds_for_every_placement(working: str, layers: int) -> None:
-    """As it does in the engine, also where nothing can be streamed."""
-    config = small(offload__working=working, offload__device_memory_limit='"1MiB"')
-    config = replace(config, model=replace(config.model, num_layers=layers))
-    with pytest.raises(PlanError, match=r"offload\.device_memory_limit is 1\.0 MiB"):
-        planned(config)
+@pytest.mark.parametrize(("message", "keys", "machine", "ranks"), REFUSED)
+def test_what_cannot_be_planned(
+    message: str, keys: dict[str, Any], machine: Machine, ranks: int
+) -> None:
+    config = small(**{key: value for key, value in keys.items() if "__" in key})
+    config = replace(config, model=keys.get("model", config.model))
+    config = replace(config, device=replace(config.device, kind=keys.get("device", "auto")))
+    with pytest.raises((PlanError, MachineError), match=message):
+        _ = planned(config, machine, ranks).prediction
 
 
 def test_second_copies_are_made_where_there_is_room_and_are_no_need() -> None:
@@ -400,17 +411,6 @@ def test_second_copies_are_made_where_there_is_room_and_are_no_need() -> None:
     assert plan.host["other copy of the state"] == pytest.approx(
         sum(plan.host[owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
     )
-
-
-def test_streaming_among_ranks_is_stage_3() -> None:
-    with pytest.raises(PlanError, match=r"offload\.working = .* set zero_stage = 3"):
-        planned(small(offload__working="host", offload__zero_stage=2), DGX2, 2)
-
-
-def test_hosts_without_a_link() -> None:
-    config = small(train__micro_batch=32)
-    with pytest.raises(MachineError, match="node_link_gbps"):
-        _ = planned(config, replace(DGX2, node_link_gbps=0.0), 32).prediction
 
 
 @pytest.mark.parametrize(
@@ -485,14 +485,6 @@ def test_the_engine_lays_out_what_is_planned(name: str) -> None:
     assert "free of races" in check(plan)
 
 
-@pytest.mark.parametrize("keys", [{"offload__zero_stage": 1}, {"offload__working": "host"}])
-def test_of_ranks_too(keys: dict[str, Any]) -> None:
-    config = small(train__micro_batch=16, train__grad_accum_steps=2, **keys)
-    plan = planned(config, DGX2, 8)
-    assert sum(row.bytes for row in laid_out(plan).rows()) > 0
-    assert "as planned" in check(plan)
-
-
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
@@ -518,18 +510,8 @@ def test_a_plan_that_the_engine_contradicts(
 RULES: dict[str, dict[str, Any]] = {
     "lion": {"optim__name": "lion"},
     "sgd": {"optim__name": "sgd", "optim__momentum": 0.0},
-    "momentum": {"optim__name": "sgd", "offload__state": "int8"},
     "adagrad": {"optim__name": "adagrad"},
-    "lamb": {"optim__name": "lamb"},
-    "muon": {"optim__name": "muon"},
-    "muon, all decay": {"optim__name": "muon", "optim__decay": "all", "offload__zero_stage": 3},
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", RULES.values(), ids=RULES.keys())
-def test_the_engine_lays_out_what_is_planned_for_other_rules(keys: dict[str, Any]) -> None:
-    assert "as planned" in check(planned(small(**keys)))
 
 
 @pytest.mark.parametrize("measured", [0.0, 0.5], ids=["by memory", "as measured"])
@@ -647,7 +629,10 @@ def test_a_single_rank_measures_its_gradient_on_the_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, {"offload__working": "host"}])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"offload__working": "host"}, {"optim__decay": "all", "offload__zero_stage": 3}],
+)
 def test_ranks_have_whole_matrices_as_planned(keys: dict[str, Any]) -> None:
     config = small(optim__name="muon", train__micro_batch=16, **keys)
     plan = planned(config, DGX2, 8)
@@ -680,12 +665,6 @@ def test_muon_costs_what_its_matrices_move_and_multiply() -> None:
     )
 
 
-def test_muon_without_a_list_of_layers_is_refused() -> None:
-    shape = replace(small(optim__name="muon"), model=replace(small().model, num_layers=1))
-    with pytest.raises(PlanError, match=r'optim\.name = "muon" updates the matrices of layers'):
-        planned(shape)
-
-
 def test_a_ledger_that_is_not_the_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is mapped is what the spec says of all owners together, or it is told."""
     owners = step_memory.host_owners
@@ -699,13 +678,6 @@ def test_the_program_of_a_job_is_proved() -> None:
     spec = planned(small(offload__working="host", offload__resident_blocks=4)).copied.spec
     launches, faults = proved(spec)
     assert faults == [] and launches > 3 * len(spec.blocks)
-
-
-def test_the_13b_jobs_fit_32_gb_and_128_gib() -> None:
-    v100 = make(shipped_job("gpt_13b_v100"), "v100_32gb", V100)
-    assert v100.fits and v100.device_room < 32 << 30 and v100.host_room == 128 << 30
-    assert max(v100.host_peaks.values()) <= 128 << 30
-    assert planning.PROCESS_BYTES["cuda"] in v100.host.values()
 
 
 @pytest.mark.slow

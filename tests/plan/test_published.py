@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 from benchmarks import validate_plan
 from benchmarks.papers import (
     PUBLISHED,
-    largest_model,
     megatron_flops,
     run_of,
-    tflops,
-    with_largest_micro_batch,
 )
 from offloadtrain.config.model_shape import SIZES, num_params
 from offloadtrain.plan.baselines.published import (
@@ -30,9 +27,6 @@ from offloadtrain.plan.baselines.published import (
     Schedule,
     Software,
     compute_seconds,
-    gpu_bytes,
-    host_bytes,
-    layer_bytes,
     pipeline_row,
     step_times,
     too_large_for,
@@ -170,112 +164,12 @@ def test_flops_by_hand() -> None:
     assert without == pytest.approx(2 * 3 * (forward + attention + logits))
 
 
-def test_activations_by_hand() -> None:
-    """34 + 5as/h bytes per token and channel; the split part shrinks, the rest does not."""
-    shape = replace(TEN_B, d_model=4096, num_heads=32, max_seq_len=1024)
-    assert layer_bytes(shape, 1) == 1024 * 4096 * (34 + 40)
-    assert layer_bytes(shape, 3, mp=8) == 3 * 1024 * 4096 * (10 + (24 + 40) / 8)
-
-
-def test_model_parallelism_narrows_the_matrices() -> None:
-    """Split in four, compute takes more than a quarter: matrices narrow, norms stay whole."""
-    times = step_times(Run(shape=TEN_B, micro_batch=3, gpus=4, mp=4), DGX2, SOFTWARE)
-    kernels = replace(MEGATRON, split=4)
-    alone, split = (
-        compute_seconds(TEN_B, 3, DGX2, each, recompute=True) for each in (MEGATRON, kernels)
-    )
-    assert alone.forward / 4 < split.forward < alone.forward
-    assert times.forward == pytest.approx(split.forward / SOFTWARE.compute_share)
-    assert times.backward == pytest.approx(split.backward / SOFTWARE.compute_share)
-
-
-@pytest.mark.parametrize(
-    ("size", "widest"), [("gpt-1b", 6 * 1024 * 50304), ("gpt-10b", 1024 * 4096 * 74)]
-)
-def test_gpu_memory_by_hand(size: str, widest: int) -> None:
-    """Weights, layer inputs, two buckets, and logits or one layer: whichever is larger."""
-    shape = SIZES[size]
-    inputs = 2 * 1024 * shape.d_model * shape.num_layers
-    planned = gpu_bytes(Run(shape=shape, micro_batch=1), SOFTWARE)
-    assert planned == pytest.approx(2 * num_params(shape) + inputs + widest + 2e9)
-
-
-def test_ddp_memory_by_hand() -> None:
-    """16 bytes of state and DDP's copy of the gradients; every layer's activations, and logits."""
-    shape = SIZES["gpt-1b"]
-    run = Run(shape=shape, micro_batch=1, stage=0, offload=False, recompute=False)
-    activations = 20 * 1024 * 2048 * (34 + 40) + 6 * 1024 * 50304
-    assert gpu_bytes(run, SOFTWARE) == pytest.approx(18 * num_params(shape) + activations)
-
-
-def test_accumulation_copies_the_running_sum_down_and_up() -> None:
-    """Between microbatches 2 bytes per parameter go each way, and the GPU waits for both."""
-    five = step_times(Run(shape=TEN_B, micro_batch=10, micro_steps=5), DGX2, SOFTWARE)
-    assert five.transfers == pytest.approx(4 * (2 + 2) * num_params(TEN_B) / 12e9)
-
-
-def test_a_backward_too_short_shows_the_last_copy() -> None:
-    short = replace(TEN_B, max_seq_len=16)
-    times = step_times(Run(shape=short, micro_batch=1), DGX2, SOFTWARE)
-    assert times.transfers == pytest.approx(4 * num_params(short) / 12e9 - times.backward)
-
-
-def test_early_stages_sum_on_the_gpu() -> None:
-    run = Run(shape=TEN_B, micro_batch=10, micro_steps=5, gpus=16, stage=1)
-    assert step_times(run, DGX2, SOFTWARE).transfers == 0
-    assert host_bytes(run, DGX2, SOFTWARE) == pytest.approx(18 * num_params(TEN_B))
-    assert gpu_bytes(run, SOFTWARE) - gpu_bytes(replace(run, stage=2), SOFTWARE) == pytest.approx(
-        2 * num_params(TEN_B)
-    )
-
-
-def test_the_delayed_update_hides_adam_and_nothing_else() -> None:
-    run = Run(shape=TEN_B, micro_batch=10)
-    plain = step_times(run, DGX2, SOFTWARE)
-    delayed = step_times(replace(run, dpu=True), DGX2, SOFTWARE)
-    assert delayed == replace(plain, optimizer=0.0)
-    slow = step_times(replace(run, dpu=True), DGX2, Software(adam_share=0.01))
-    full = step_times(run, DGX2, Software(adam_share=0.01)).optimizer
-    assert slow.optimizer == pytest.approx(full - plain.forward - plain.backward)
-
-
-def test_ranks_of_a_host_share_its_links_and_cores() -> None:
-    params = num_params(TEN_B)
-    alone, full = (
-        step_times(Run(shape=TEN_B, micro_batch=10, gpus=gpus), DGX2, SOFTWARE) for gpus in (1, 16)
-    )
-    assert full.h2d == pytest.approx(2 * params / 16 / (48e9 / 16))
-    assert full.optimizer == pytest.approx(1.4 * alone.optimizer)
-    assert full.communication == pytest.approx(2 * 2 * params * 15 / 16 / 150e9)
-
-
 @pytest.mark.parametrize(("stage", "passes"), [(0, 2), (1, 2), (2, 4), (3, 9)])
 def test_collectives_of_a_step_by_stage(stage: int, passes: int) -> None:
     """Of three microbatches: stage 2 reduces each, stage 3 also gathers each twice."""
     run = Run(shape=TEN_B, micro_batch=1, micro_steps=3, gpus=4, stage=stage, offload=False)
     moved = passes * 2 * num_params(TEN_B) * 3 / 4
     assert step_times(run, DGX2, SOFTWARE).communication == pytest.approx(moved / 150e9)
-
-
-def test_tensor_parallel_by_hand() -> None:
-    """8 bsh (t-1)/t elements of 2 bytes per layer, half as much again for recompute."""
-    run = Run(shape=TEN_B, micro_batch=3, gpus=8, mp=8, offload=False)
-    each = 8 * 3 * 1024 * 4096 * 7 / 8 * 2 * 50 / 150e9
-    assert step_times(run, DGX2, SOFTWARE).communication == pytest.approx(1.5 * each)
-    plain = step_times(replace(run, recompute=False), DGX2, SOFTWARE)
-    assert plain.communication == pytest.approx(each)
-
-
-def test_split_inputs_are_gathered_again_and_take_a_share() -> None:
-    run = Run(shape=TEN_B, micro_batch=3, gpus=8, mp=8, offload=False)
-    split, host = replace(run, inputs="split"), replace(run, inputs="host")
-    inputs = 2 * 3 * 1024 * 4096 * 50
-    sizes = [gpu_bytes(each, SOFTWARE) for each in (run, split, host)]
-    assert sizes[0] - sizes[1] == pytest.approx(inputs * 7 / 8)
-    assert sizes[1] - sizes[2] == pytest.approx(inputs / 8)
-    times = [step_times(each, DGX2, SOFTWARE).communication for each in (run, split, host)]
-    assert times[1] - times[0] == pytest.approx(inputs * 7 / 8 / 150e9)
-    assert times[2] - times[1] == pytest.approx(2 * inputs / 8 / (48e9 / 8))
 
 
 @pytest.mark.parametrize(("params", "layers", "batch"), [(100, 125, 32), (170, 212, 12)])
@@ -290,88 +184,7 @@ def test_the_largest_of_zero_need_partitioned_inputs(params: int, layers: int, b
     assert too_large_for(host, DGX2, SOFTWARE) == ""
 
 
-def test_the_largest_micro_batch_fits_and_twice_as_much_does_not() -> None:
-    run = Run(shape=TEN_B, micro_batch=1, gpus=64, offload=False)
-    largest = with_largest_micro_batch(run, DGX2, SOFTWARE, 32)
-    assert not too_large_for(largest, DGX2, SOFTWARE)
-    twice = replace(largest, micro_batch=2 * largest.micro_batch)
-    assert too_large_for(twice, DGX2, SOFTWARE) == "GPU"
-    assert with_largest_micro_batch(run, DGX2, SOFTWARE, 3).micro_batch == 2
-    none = with_largest_micro_batch(replace(run, gpus=1), DGX2, SOFTWARE, 32)
-    assert none.micro_batch == 1 and too_large_for(none, DGX2, SOFTWARE) == "GPU"
-
-
-def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
-    run = Run(shape=TEN_B, micro_batch=4, micro_steps=2)
-    largest = largest_model(run, DGX2, SOFTWARE)
-    deeper = [replace(run, shape=replace(TEN_B, num_layers=n)) for n in range(60, 80)]
-    fits = [each for each in deeper if not too_large_for(each, DGX2, SOFTWARE)]
-    assert fits and len(fits) < len(deeper)
-    assert num_params(fits[-1].shape) <= largest < num_params(deeper[len(fits)].shape)
-
-
-def test_a_small_host_bounds_the_largest_model() -> None:
-    run, small = Run(shape=TEN_B, micro_batch=4), replace(DGX2, host_memory="180 GB")
-    assert largest_model(run, small, SOFTWARE) == pytest.approx(10e9)
-    assert too_large_for(run, small, SOFTWARE) == "host"
-
-
 # ── properties ──
-
-RUNS = st.builds(
-    Run,
-    shape=st.sampled_from([SIZES["gpt-1b"], TEN_B, SIZES["gpt-20b"]]),
-    micro_batch=st.integers(1, 32),
-    micro_steps=st.floats(1, 64),
-    gpus=st.sampled_from([4, 16, 128]),
-    mp=st.sampled_from([1, 2, 4]),
-    stage=st.integers(0, 3),
-    offload=st.booleans(),
-    dpu=st.booleans(),
-    recompute=st.booleans(),
-)
-
-
-def _step(run: Run, software: Software = SOFTWARE) -> float:
-    return step_times(run, DGX2, software).step
-
-
-@levels.examples(100)
-@given(RUNS)
-def test_more_work_never_takes_less(run: Run) -> None:
-    """Equal where a delayed Adam is what the step waits for."""
-    least = _step(run) * (1 - 1e-9)
-    deeper = replace(run.shape, num_layers=run.shape.num_layers + 1)
-    assert _step(replace(run, micro_batch=run.micro_batch + 1)) > least
-    assert _step(replace(run, micro_steps=run.micro_steps + 1)) > least
-    assert _step(replace(run, shape=deeper)) > least
-
-
-@levels.examples(100)
-@given(RUNS)
-def test_nothing_takes_negative_time_or_beats_the_gpu(run: Run) -> None:
-    assert all(seconds >= 0 for seconds in asdict(step_times(run, DGX2, SOFTWARE)).values())
-    assert 0 < tflops(run, DGX2, SOFTWARE) < DGX2.fp16_tflops
-
-
-@levels.examples(100)
-@given(RUNS)
-def test_the_delayed_update_never_costs_and_better_software_never_hurts(run: Run) -> None:
-    most = _step(replace(run, dpu=False)) * (1 + 1e-9)
-    best = Software(adam_share=1.0, contention=1.0, ring_share=1.0)
-    assert _step(replace(run, dpu=True)) <= most
-    assert _step(replace(run, dpu=False), best) <= most
-
-
-@levels.examples(100)
-@given(RUNS)
-def test_higher_stages_and_offload_never_need_more_of_the_gpu(run: Run) -> None:
-    sizes = [gpu_bytes(replace(run, stage=stage), SOFTWARE) for stage in (1, 2, 3)]
-    assert sizes == sorted(sizes, reverse=True)
-    if run.stage:
-        without = gpu_bytes(replace(run, offload=False), SOFTWARE)
-        assert gpu_bytes(replace(run, offload=True), SOFTWARE) <= without
-
 
 # ── pipelines ──
 

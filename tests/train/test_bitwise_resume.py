@@ -67,12 +67,6 @@ ALL = list(product(MODES, PLACEMENTS, CASES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["on the device", "streamed"])
-def test_a_delay_goes_on(tmp_path: Path, placement: str) -> None:
-    check(case_of("delayed", placement, ("fp32", "bf16")), [placement] * 3, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_one_run_of_each_mode(tmp_path: Path, request: Any, mode: str) -> None:
     draw = random.Random(f"{request.config.option.seed} {mode}")
@@ -98,45 +92,28 @@ def test_a_run_goes_back_to_a_delay(tmp_path: Path, placement: str) -> None:
 
 
 @pytest.mark.slow
-def test_weights_in_use_of_some_parameters_are_damage(tmp_path: Path) -> None:
-    with running(case_of("delayed", "on the device", ("fp32", "bf16"))) as run:
-        run.train(range(1, 3))
-        run.save(tmp_path, 2)
-        run.commit()
-    (path,) = checkpoint.find(tmp_path)
-    content = json.loads((path / MANIFEST).read_text())
-    next(entry for entry in content["tensors"] if entry["kind"] == WORKING)["kind"] = "other"
-    (path / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of(content)}))
-    with pytest.raises(DamagedCheckpointError, match="weights in use of some parameters only"):
-        checkpoint.open_checkpoint(path)
-
-
-@pytest.mark.slow
-def test_another_mode_goes_on_with_the_newest_weights(tmp_path: Path) -> None:
-    delayed = case_of("delayed", "on the device", ("fp32", "bf16"))
-    exact = case_of("exact", "on the device", ("fp32", "bf16"))
-    with running(delayed) as run:
-        run.train(range(1, 4))
-        run.save(tmp_path, 3)
-        run.commit()
-        newest = run.bits()
-    with running(exact, seed=1) as run:
-        run.load(tmp_path)
-        assert differ(([], run.bits()), ([], newest)) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("formats", CASES[:3:2])
-def test_exports_hold_the_newest_weights(tmp_path: Path, formats: tuple[str, str]) -> None:
+def test_a_delayed_checkpoint_holds_the_newest_weights(
+    tmp_path: Path, formats: tuple[str, str]
+) -> None:
+    """Exports and another mode go on with them. Weights in use of some parameters are damage."""
     with running(case_of("delayed", "streamed", formats)) as run:
         run.train(range(1, 4))
         run.save(tmp_path, 3)
         run.commit()
         (path,) = checkpoint.find(tmp_path)
         weights = dict(saved_weights(checkpoint.verify(path), ot.AdamW()))
-        expected = dict(run.optimizer.master_weights())
+        expected, newest = dict(run.optimizer.master_weights()), run.bits()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    with running(case_of("exact", "on the device", formats), seed=1) as run:
+        run.load(tmp_path)
+        assert differ(([], run.bits()), ([], newest)) == []
+    content = json.loads((path / MANIFEST).read_text())
+    next(entry for entry in content["tensors"] if entry["kind"] == WORKING)["kind"] = "other"
+    (path / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of(content)}))
+    with pytest.raises(DamagedCheckpointError, match="weights in use of some parameters only"):
+        checkpoint.open_checkpoint(path)
 
 
 @pytest.mark.long

@@ -498,57 +498,6 @@ def test_a_failed_write_leaves_nothing_behind(two_saved: Path, tmp_path: Path) -
             assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
 
 
-def test_order_of_durability(two_saved: Path, tmp_path: Path) -> None:
-    """Against power loss: content before names, the new name before the old ones go."""
-    folder = fresh(two_saved, tmp_path / "run")
-    trace = _trace(folder)
-    created = [n for n, (name, path) in enumerate(trace) if name == "create"]
-    publish = next(n for n, (name, path) in enumerate(trace) if name == "rename")
-    for n in created:
-        assert ("fsync", trace[n][1]) in trace[n:publish]
-    unfinished = Path(trace[publish][1])
-    assert trace[publish - 1] == ("fsync", str(unfinished))
-    assert trace[publish + 1] == ("fsync", str(folder))
-    removals = [n for n, (name, path) in enumerate(trace) if name in ("unlink", "rmdir")]
-    stale = [n for n in removals if "tmp-dead" in trace[n][1]]
-    assert all(n > publish + 1 for n in removals if n not in stale)
-
-
-def _trace(folder: Path) -> list[tuple[str, str]]:
-    """Save with file descriptors resolved to paths, keeping only what durability depends on."""
-    trace: list[tuple[str, str]] = []
-
-    class Tracing(FaultyOs):
-        def __getattr__(self, name: str) -> object:
-            real = super().__getattr__(name)
-            if name == "open":
-
-                def opened(path: Path, flags: int, mode: int) -> int:
-                    if flags & os.O_CREAT:
-                        trace.append(("create", str(path)))
-                    return int(real(path, flags, mode))
-
-                return opened
-            if name == "fsync":
-
-                def synced(fd: int) -> None:
-                    trace.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
-                    real(fd)
-
-                return synced
-            if name in ("rename", "unlink", "rmdir"):
-
-                def named(path: Path, *rest: Path) -> None:
-                    trace.append((name, str(path)))
-                    real(path, *rest)
-
-                return named
-            return real
-
-    save_and_prune(folder, Tracing())
-    return trace
-
-
 # ---- the command
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import linear as linear_of
 
@@ -27,7 +26,6 @@ from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.convert import torch_export
 from offloadtrain.data.tokens import TokenFile
-from offloadtrain.events import schema
 from offloadtrain.integrations import causal_lm, export
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError
 from offloadtrain.integrations.export import CHECKSUMS
@@ -36,10 +34,8 @@ from offloadtrain.model.experts import MixtureOfExperts
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.layers import RotaryTables
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.train.checkpoint import restore, save
-from offloadtrain.train.trained_model import language_model, open_saved
+from offloadtrain.train.trained_model import open_saved
 from tests.data.tiny import write_tokens
-from tests.train.small_job import events_of, run, small_job
 
 SMALL = ModelShape(vocab_size=97, num_layers=2, d_model=32, num_heads=4, max_seq_len=24)
 GPT2 = replace(SMALL, positions="learned", norm="layernorm", mlp="gelu", bias=True)
@@ -157,40 +153,6 @@ def assert_has_masters(model: Any, path: Path) -> None:
         assert torch.equal(weight, masters[name]), name
 
 
-@pytest.mark.slow
-def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> None:
-    """Its folder has the names of Mixtral's published checkpoints, and its masters."""
-    settings = (
-        "model.num_experts=4",
-        "model.dropout=0",
-        "train.steps=2",
-        "train.grad_accum_steps=1",
-    )
-    path, out = tmp_path / "run", tmp_path / "out"
-    assert run(small_job(tmp_path, *settings), path) == 0
-    assert run(small_job(tmp_path, *settings, "train.steps=4"), path, resume="auto") == 0
-    assert main(["export", str(path), str(out), "--dtype", "fp32"]) == 0
-    with safe_open(out / "model.safetensors", "pt") as saved:
-        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved.keys()
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert type(model).__name__ == "MixtralForCausalLM"
-    assert_has_masters(model, path)
-
-
-def test_what_cannot_be_exported_is_refused(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    assert main(["export", str(trained_run), str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "neither a run folder" in capsys.readouterr().err
-    (tmp_path / "checkpoints").mkdir()
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "has no checkpoint yet" in capsys.readouterr().err
-
-
 def test_a_run_becomes_a_folder_of_transformers(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,30 +213,6 @@ def test_a_signal_leaves_no_half_of_a_folder(
         assert signal.getsignal(number) == before
 
 
-@pytest.mark.parametrize("state", ["int8", pytest.param("split16", marks=pytest.mark.slow)])
-def test_saved_weights_are_the_masters(
-    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the engine decodes them, at the moment of the save."""
-    masters: dict[str, Tensor] = {}
-    real = save.Save
-
-    def saved(folder: Path, step: int, model: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
-        masters.update(optimizer.master_weights())
-        return real(folder, step, model, optimizer, *rest, **more)
-
-    monkeypatch.setattr(save, "Save", saved)
-    monkeypatch.setattr(restore, "_DECODED", 256)
-    job = small_job(tmp_path, "train.steps=2", "train.eval_every=0", f"offload.state={state}")
-    assert run(job, tmp_path / "run") == 0
-    saved_weights = dict(open_saved(tmp_path / "run").weights())
-    assert saved_weights.keys() == masters.keys()
-    for name, master in masters.items():
-        assert (
-            torch.equal(saved_weights[name], master) and saved_weights[name].dtype == torch.float32
-        ), name
-
-
 # ---- text and losses of trained models
 
 Captured = pytest.CaptureFixture[str]
@@ -303,41 +241,6 @@ def printed(capsys: Captured, *arguments: object) -> str:
 # ---- eval
 
 
-def test_a_run_has_the_loss_of_its_own_validation(
-    trained_run: Path, val: Path, capsys: Captured
-) -> None:
-    logged = events_of(trained_run, schema.Eval)[-1]
-    count = (len(TokenFile(val)) - 1) // 32 // 4 * 4 * 32  # of whole microbatches of 4
-    options = ("--data", val, "--micro-batch", 4, "--max-tokens", count)
-    result = json.loads(printed(capsys, "eval", trained_run, *options, "--json"))
-    assert result["tokens"] == logged.tokens == count
-    assert result["loss"] == pytest.approx(logged.val_loss, rel=1e-6)
-    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-
-
-@pytest.mark.slow
-def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, capsys: Captured) -> None:
-    """As GPT-2's: a run has no weight of its own for it."""
-    shape = ("model.tie_embeddings=true", "offload.state=split16", "train.steps=3")
-    job = small_job(tmp_path, *shape, "train.eval_every=3", "train.eval_batches=4")
-    assert run(job, tmp_path / "run") == 0
-    saved = open_saved(tmp_path / "run")
-    module = language_model(saved, torch.device("cpu")).module
-    assert isinstance(module, Transformer)
-    assert module.head.weight is module.embedding.weight
-    masters = dict(saved.weights(working=True))
-    assert torch.equal(module.head.weight, masters["embedding.weight"].bfloat16())
-    (val,) = (tmp_path / "data").rglob("val.bin")
-    tokens = events_of(tmp_path / "run", schema.Eval)[-1].tokens
-    options = ("--data", val, "--micro-batch", 4, "--max-tokens", tokens)
-    result = json.loads(printed(capsys, "eval", tmp_path / "run", *options, "--json"))
-    assert 4.0 < result["loss"] < 6.0
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
-    sampling = ("--prompt", "1 + 1 =", "--max-tokens", 16, "--temperature", 0)
-    text = printed(capsys, "generate", tmp_path / "run", *sampling)
-    assert text == printed(capsys, "generate", tmp_path / "out", *sampling)
-
-
 def test_the_loss_is_the_mean_over_all_tokens(
     exported: Path, val: Path, tmp_path: Path, capsys: Captured
 ) -> None:
@@ -356,23 +259,6 @@ def test_the_loss_is_the_mean_over_all_tokens(
     assert result["tokens"] == 80 and result["loss"] == pytest.approx(expected, rel=1e-4)
     output = printed(capsys, "eval", exported, *options, "--max-tokens", 20)
     assert output.startswith("loss ") and output.endswith(", 32 tokens\n")
-
-
-def test_other_tokens_than_the_models_are_refused(
-    trained_run: Path, exported: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    pieces = [torch.arange(100).numpy()]
-    write_tokens(tmp_path / "wide.bin", pieces, vocab_size=300, tokenizer="bytes")
-    write_tokens(tmp_path / "other.bin", pieces, vocab_size=256, tokenizer="another")
-    write_tokens(tmp_path / "own.bin", pieces, vocab_size=256, tokenizer="bytes")
-    for source, data, more, message in (
-        (exported, "wide.bin", (), "a vocabulary of 300"),
-        (trained_run, "other.bin", (), "prepared with the tokenizer another"),
-        (trained_run, "own.bin", ("--seq-len", "64"), "longest sequence, 32"),
-        (tmp_path, "own.bin", (), "neither a run folder or a checkpoint, nor a folder"),
-    ):
-        assert main(["eval", str(source), "--data", str(tmp_path / data), *more]) == 2
-        assert message in capsys.readouterr().err
 
 
 # ---- generate
@@ -423,27 +309,51 @@ def test_a_changed_bit_of_an_exported_folder_is_found_by_its_checksums(
         (folder / name).write_bytes(content)
 
 
-def test_what_has_no_text_is_refused(exported: Path, tmp_path: Path, capsys: Captured) -> None:
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
-    (tmp_path / "config.json").write_text((exported / "config.json").read_text())
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
-    assert "has no *.safetensors" in capsys.readouterr().err
-    weights = (exported / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(weights)
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
-    assert "has no tokenizer that can be loaded" in capsys.readouterr().err
-
-
-def test_without_transformers_it_says_what_to_install(
-    trained_run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+def test_what_cannot_be_exported_evaluated_or_continued_is_refused(
+    trained_run: Path,
+    exported: Path,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    for arguments in (
-        ["export", str(trained_run), str(trained_run.parent / "never")],
-        ["generate", str(exported), "--prompt", "a"],
+    pieces = [torch.arange(100).numpy()]
+    for name, size, tokenizer in (
+        ("wide", 300, "bytes"),
+        ("o", 256, "another"),
+        ("a", 256, "bytes"),
     ):
-        assert main(arguments) == 2
+        path = tmp_path / f"{name}.bin"
+        write_tokens(path, pieces, vocab_size=size, tokenizer=tokenizer)
+    no_run, untrained, part, torn = (tmp_path / name for name in ("no", "run", "part", "torn"))
+    (untrained / "checkpoints").mkdir(parents=True)
+    for folder, names in ((part, ("config.json",)), (torn, ("config.json", "model.safetensors"))):
+        folder.mkdir()
+        for name in names:
+            shutil.copy(exported / name, folder / name)
+    no_run.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for message, *arguments in (
+        ("is not empty", "export", trained_run, part),
+        ("neither a run folder", "export", no_run, tmp_path / "out"),
+        ("has no checkpoint yet", "export", untrained, tmp_path / "out"),
+        ("a vocabulary of 300", "eval", exported, "--data", tmp_path / "wide.bin"),
+        ("with the tokenizer another", "eval", trained_run, "--data", tmp_path / "o.bin"),
+        ("sequence, 32", "eval", trained_run, "--data", tmp_path / "a.bin", "--seq-len", 64),
+        ("or a checkpoint, nor a folder", "eval", no_run, "--data", tmp_path / "a.bin"),
+        ("neither a run folder", "generate", no_run, "--prompt", "a"),
+        ("has no *.safetensors", "generate", part, "--prompt", "a"),
+        ("has no tokenizer that can be loaded", "generate", torn, "--prompt", "a"),
+    ):
+        assert main([str(argument) for argument in arguments]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for command in (
+        ["export", trained_run, tmp_path / "out"],
+        ["generate", exported, "--prompt", "a"],
+    ):
+        assert main([str(argument) for argument in command]) == 2
         assert "pip install 'offloadtrain[hf]'" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # ---- the loss of models of transformers

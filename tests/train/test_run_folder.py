@@ -369,27 +369,32 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, complete: Pat
     assert started(longer, resume=str(complete)) == 0, "as the run itself advises"
 
 
-FAILING = [
-    "data.source=absent",
-    "device.kind=cuda",
-    "model.vocab_size=100",
-    "data.seq_len=100000",
-    "device.machine=nowhere",
-    "offload.state=split16 offload.precision=fp32",
-    "device.process_memory_limit=1GiB",
-    "model.d_model=65536 model.num_layers=9",
+FAILING: list[tuple[str, int, str]] = [
+    ("data.source=absent", 2, "data.source = absent is not there"),
+    ("device.kind=cuda", 2, "device.kind"),
+    ("model.vocab_size=100", 2, "model.vocab_size = 100"),
+    ("data.seq_len=100000", 2, "data.seq_len"),
+    ("optim.lr=-1", 2, "optim.lr"),
+    ("device.machine=nowhere", 2, "nowhere"),
+    ("offload.state=split16 offload.precision=fp32", 2, "split16"),
+    ("device.process_memory_limit=1GiB", 2, "bounds the memory of a GPU"),
+    ("model.d_model=65536 model.num_layers=9", 4, "small does not fit"),
 ]
 
 
-def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_says_why_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 100 << 30)
     write_text(tmp_path)
     job, runs = tmp_path / "job.toml", tmp_path / "runs"
     job.write_text(JOB.format(folder=tmp_path))
-    for number, overrides in enumerate(FAILING):
+    for number, (overrides, code, message) in enumerate(FAILING):
         where = ["--run-dir", str(runs / "mine")] if number % 2 else []
-        assert main(["train", str(job), *where, "--set", *overrides.split()]) != 0
+        assert main(["train", str(job), *where, "--set", *overrides.split()]) == code
+        out, err = capsys.readouterr()
+        assert message in err and "Traceback" not in err and out == ""
         assert not runs.exists(), overrides
 
 

@@ -95,8 +95,13 @@ def look(refused):
     times.append(4.0)
     found = sample(nvml)
     told = {"pid": os.getpid(), "free": nvml.memory_free("GPU-2"), **asdict(found)}
+    told["described"] = [asdict(gpu) for gpu in nvml.describe()]
     return {"state": nvml.state, "driver": nvml.driver(), **told}
-print(json.dumps({refused: look(refused) for refused in ("", *sys.argv[1:])}))
+answers = {}
+for number, refused in enumerate(("", *sys.argv[1:])):
+    os.environ["CODE"] = str((3, 4, 13, 15, 999)[number % 5])
+    answers[refused] = look(refused)
+print(json.dumps(answers))
 """
 
 
@@ -105,7 +110,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a libnvidia-ml.so.1 that answers all questions but the one in $REFUSED."""
     folder = tmp_path_factory.mktemp("nvml")
     functions = [
-        f'int {name}({QUESTIONS[name]}) {{ if (is_refused("{name}")) return 3;'
+        f'int {name}({QUESTIONS[name]}) {{ if (is_refused("{name}"))'
+        ' return atoi(getenv("CODE"));'
         f" {answer} return 0; }}"
         for name, answer in ANSWERS.items()
     ]
@@ -137,6 +143,9 @@ def test_two_gpus_answer(answers: Answers) -> None:
     assert answer["state"] == "" and answer["driver"] == "610.47"
     gpus = answer["gpus"]
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-1", "GPU-2"]
+    described = answer["described"][0]
+    assert (described["index"], described["memory_bytes"]) == (0, 140 << 30)
+    assert (described["pcie_generation"], described["pcie_generation_max"]) == (4, 5)
     gpu = gpus[0]
     assert gpu["memory_used_bytes"] == 40 << 30 and gpu["memory_total_bytes"] == 140 << 30
     assert gpu["utilization_percent"] == 97.0 and gpu["power_w"] == 654.321
@@ -163,11 +172,40 @@ def test_each_gpu_names_its_processes_and_its_free_memory(answers: Answers) -> N
     assert answers["nvmlDeviceGetUUID"]["free"] is None
 
 
-def test_each_question_may_be_refused(answers: Answers) -> None:
-    needed = {"nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2"}
-    counts = {question: len(answers[question]["gpus"]) for question in QUESTIONS}
-    assert counts == {question: 0 if question in needed else 2 for question in QUESTIONS}
-    assert {question for question in QUESTIONS if answers[question]["state"]} == needed
+NEEDED = {"nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2"}
+ANSWERED_BY: dict[str, set[str]] = {
+    "nvmlDeviceGetName": {"name"},
+    "nvmlDeviceGetUUID": {"uuid"},
+    "nvmlDeviceGetMemoryInfo": {"memory_bytes", "memory_used_bytes", "memory_total_bytes"},
+    "nvmlDeviceGetUtilizationRates": {"utilization_percent"},
+    "nvmlDeviceGetPowerUsage": {"power_w"},
+    "nvmlDeviceGetTemperature": {"temperature_c"},
+    "nvmlDeviceGetCurrPcieLinkGeneration": {"pcie_generation"},
+    "nvmlDeviceGetMaxPcieLinkGeneration": {"pcie_generation_max"},
+    "nvmlDeviceGetCurrPcieLinkWidth": {"pcie_width"},
+    "nvmlDeviceGetMaxPcieLinkWidth": {"pcie_width_max"},
+    "nvmlDeviceGetCurrentClocksEventReasons": {"throttle"},
+    "nvmlDeviceGetClockInfo": {"clock_mhz"},
+    "nvmlDeviceGetMaxClockInfo": {"clock_max_mhz"},
+    "nvmlDeviceGetComputeRunningProcesses_v3": {"processes"},
+    "nvmlDeviceGetFieldValues": {
+        f"{link}_{way}_bytes_per_s" for link in ("pcie", "nvlink") for way in ("rx", "tx")
+    },
+}
+"""Fields of a GPU; a text or a list is empty without its answer, a number None."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_each_question_may_be_refused(question: str, answers: Answers) -> None:
+    """With any error; the others are answered."""
+    assert bool(answers[question]["state"]) == (question in NEEDED)
+    for table in ("gpus", "described"):
+        refused, complete = answers[question][table], answers[""][table]
+        assert len(refused) == (0 if question in NEEDED else 2)
+        for gpu, expected in zip(refused, complete, strict=False):
+            missing = ANSWERED_BY.get(question, set()) & gpu.keys()
+            assert not any(gpu[name] for name in missing)
+            assert gpu | dict.fromkeys(missing) == expected | dict.fromkeys(missing)
 
 
 def test_the_monitor_shows_them(library: Path, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from tests.distributed.conftest import Run
 from tests.distributed.rank_jobs import assert_tiled
 from tests.distributed.reference import own_batches, whole_state
 from tests.engine.test_proof import CASES, MODES, options_of
+from tests.numerics.comparison import train
 from tests.numerics.models import MODELS, batches, loss_of
-from tests.numerics.test_offload import train
 from tests.train.bitwise import Case, differ, parted, running, saving, whole
 
 FIELDS = {

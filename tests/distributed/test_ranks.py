@@ -27,8 +27,8 @@ from offloadtrain.step.proof.recording import Launched
 from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import compare, own_batches
+from tests.numerics.comparison import train
 from tests.numerics.models import Chain, Frozen, MixedReentrant, batches, loss_of
-from tests.numerics.test_offload import train
 from tests.parallel.messages import assert_messages, message_of, warnings_of
 
 Options = dict[str, Any]

@@ -15,9 +15,9 @@ from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout import step_spec as spec
 from tests.distributed.conftest import Run
 from tests.distributed.reference import compare, own_batches
+from tests.numerics.comparison import train
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.skipping import PATTERNS
-from tests.numerics.test_offload import train
 
 Options = dict[str, Any]
 ZERO_1: Options = {"zero_stage": 1}

@@ -27,9 +27,9 @@ from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
 from tests.numerics import skipping, test_float8
+from tests.numerics.comparison import DTYPES
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun, segment_squares
-from tests.numerics.test_offload import DTYPES
 from tests.parallel.models import PartlyUsed
 
 LANES: dict[str, Callable[[], Lanes]] = {
@@ -263,15 +263,15 @@ def compare(
     )
     run.clips = training.clips
     run.follow(optimizer, torch.float32 if chosen["reduction"] == "fp32" else None)
-    accum, loss_fn = chosen.get("grad_accum_steps", 1), skipping.loss_of if skips else loss_of
+    accum = chosen.get("grad_accum_steps", 1)
     stream = own_batches(training.steps * accum, skipping.batches if skips else batches)
     steps = [stream[step * accum : (step + 1) * accum] for step in range(training.steps)]
     # All of the reference first: its collectives must not meet those that a lane puts off.
-    expected = [run.step(micro, loss_fn) for micro in steps]
+    expected = [run.step(micro, loss_of) for micro in steps]
     for step, micro in enumerate(steps):
         losses = []
         for tokens in micro:
-            loss = loss_fn(model, tokens)
+            loss = loss_of(model, tokens)
             losses.append(loss.item())
             if training.explicit:
                 optimizer.backward(loss)

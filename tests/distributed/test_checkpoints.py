@@ -4,8 +4,6 @@ fail to save fail together."""
 from __future__ import annotations
 
 import os
-import random
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,9 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteErr
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
 from tests.distributed.conftest import Run
-from tests.distributed.rank_jobs import assert_tiled
 from tests.distributed.reference import own_batches, whole_state
-from tests.engine.test_proof import CASES, MODES, options_of
+from tests.numerics.comparison import train
 from tests.numerics.models import MODELS, batches, loss_of
-from tests.numerics.test_offload import train
-from tests.train.bitwise import Case, differ, parted, running, saving, whole
 
 FIELDS = {
     "fp32": ("master", "exp_avg", "exp_avg_sq"),
@@ -88,36 +83,19 @@ def load(folder: Path, name: str, state: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "readers", "state"),
-    [(1, 4, "fp32"), (3, 2, "split16"), (2, 4, "int8"), (4, 1, "fp32"), (4, 3, "int8")],
+    ("options", "state"),
+    [({"zero_stage": 3}, "fp32"), (STREAMED, "int8"), ({"zero_stage": 2}, "split16")],
 )
-def test_any_number_of_ranks_reads_any_other(
-    ranks: Run, tmp_path: Path, size: int, readers: int, state: str
+def test_any_placement_reads_any_other(
+    ranks: Run, tmp_path: Path, options: dict[str, Any], state: str
 ) -> None:
-    before, *_ = ranks(size, train_and_save, tmp_path, "frozen", state)
-    assert ranks(readers, load, tmp_path, "frozen", state) == [before] * readers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"zero_stage": 3}, STREAMED])
-def test_any_placement_reads_any_other(ranks: Run, tmp_path: Path, options: dict[str, Any]) -> None:
-    before = ranks(2, train_and_save, tmp_path, "frozen", "fp32", **options)[0]
+    """On any number of ranks."""
+    before = ranks(2, train_and_save, tmp_path, "frozen", state, **options)[0]
     resident, half = {"state_on": "device"}, {"state_on": {"device": 0.5}}
     disk = {"state_on": "disk", "scratch_dir": str(tmp_path), "scratch_in_memory": True}
     readers = ((1, {}), (2, resident), (2, half), (2, {"zero_stage": 3}), (2, disk), (4, STREAMED))
     for size, other in readers:
-        assert ranks(size, load, tmp_path, "frozen", "fp32", **other) == [before] * size
-
-
-def test_no_element_is_written_twice(ranks: Run, tmp_path: Path) -> None:
-    ranks(4, train_and_save, tmp_path, "chain", "fp32")
-    (path,) = checkpoint.find(tmp_path)
-    pieces: dict[tuple[str, str], list[Any]] = {}
-    for entry in checkpoint.verify(path).manifest.entries:
-        pieces.setdefault((entry.name, entry.kind), []).append(entry)
-    assert any(len(entries) > 1 for entries in pieces.values())
-    for key, entries in pieces.items():
-        assert_tiled(key, sorted(entries, key=lambda entry: entry.lo))
+        assert ranks(size, load, tmp_path, "frozen", state, **other) == [before] * size
 
 
 def message_of_save(folder: Path, rank: int, fault: str) -> str:
@@ -173,72 +151,3 @@ def test_all_ranks_report_a_damaged_file(ranks: Run, tmp_path: Path) -> None:
     file.write_bytes(content)
     first, second = ranks(2, damage_reports, tmp_path)
     assert first == second and file.name in first[0]
-
-
-# Runs that save and stop twice, against runs that never do.
-
-STAGES: dict[str, dict[str, Any]] = {
-    "stage 1": {"zero_stage": 1},
-    "stage 2": {"zero_stage": 2},
-    "stage 3": {"zero_stage": 3},
-    "stage 3, host": STREAMED,
-    "stage 3, partly": STREAMED | {"resident_blocks": 1},
-}
-
-
-def differences(
-    folder: Path, mode: str, placement: str, formats: tuple[str, str], accum: int
-) -> list[Any]:
-    """Return what differs on this rank, of a run that saves, and of one of three starts."""
-    state, precision = formats
-    options = {**options_of(mode, precision), "state": state, "precision": precision}
-    case = Case(options, STAGES[placement], accum=accum)
-    expected = whole(case)
-    runs = saving(case, folder / "saving"), parted([case] * 3, folder / "parted")
-    return [differ(run, expected) for run in runs]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["stage 1", "stage 3, partly"])
-def test_a_delay_continues_among_ranks(ranks: Run, tmp_path: Path, placement: str) -> None:
-    of_ranks = ranks(2, differences, tmp_path, "delayed", placement, ("fp32", "bf16"), 1)
-    assert of_ranks == [[[], []]] * 2
-
-
-@pytest.mark.long
-def test_every_mode_stage_and_format_continues_to_the_bit(ranks: Run, tmp_path: Path) -> None:
-    cases, draw = list(product(MODES, STAGES, CASES)), random.Random(0)
-    for number, (mode, placement, formats) in enumerate(cases):
-        size = draw.choice((2, 2, 3))
-        folder = tmp_path / f"{number}"
-        of_ranks = ranks(size, differences, folder, mode, placement, formats, 1 + number % 2)
-        assert of_ranks == [[[], []]] * size, (mode, placement, formats, size)
-    print(f"{2 * len(cases)} resumes of {len(cases)} runs among ranks: 0 bits differ")
-
-
-def save_or_load_delayed(
-    folder: Path, state: str, options: dict[str, Any], *, loads: bool
-) -> tuple[float, dict[str, Any]]:
-    """Return the loss of the weights in use, and the newest state with its loss."""
-    case = Case({"update": "delayed", "state": state}, options, model="frozen")
-    with running(case, seed=int(loads)) as run:
-        if loads:
-            run.load(folder)
-        else:
-            run.train(range(1, 4))
-            run.save(folder, 3)
-            run.commit()
-        return fixed_loss(run.model), values_of(run.model, run.optimizer, state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "readers", "state"), [(2, 1, "split16"), (1, 2, "fp32"), (2, 3, "int8")]
-)
-def test_any_number_of_ranks_continues_from_a_delay(
-    ranks: Run, tmp_path: Path, size: int, readers: int, state: str
-) -> None:
-    before, *_ = ranks(size, save_or_load_delayed, tmp_path, state, {"zero_stage": 2}, loads=False)
-    assert before[0] != before[1]["loss"], "the weights in use are not the newest"
-    after = ranks(readers, save_or_load_delayed, tmp_path, state, STREAMED, loads=True)
-    assert after == [before] * readers

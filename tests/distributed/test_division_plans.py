@@ -17,10 +17,12 @@ import torch
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from offloadtrain.config.job import problems_of_ranks
+from offloadtrain.config.batch_split import shared
+from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.model.transformer import Transformer
 from offloadtrain.parallel import expert_parallel
 from offloadtrain.parallel.pipeline.plan import times_of
 from offloadtrain.plan.automatic import FULL
@@ -35,13 +37,14 @@ from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.process_group import Ranks, all_to_all_single
 from offloadtrain.step.layout.buffer_table import device_bytes
 from offloadtrain.train import dry_run
-from offloadtrain.train.build import assemble
+from offloadtrain.train.build import assemble, offload_job
 from offloadtrain.train.losses import loss_of
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DIVISIONS, INTERLEAVED, STAGES, TWO_VERSIONS, ZERO_3
 from tests.distributed.rank_jobs import ANY_DEVICE, BF16, Options, job_of, newest, train
 from tests.distributed.test_division_rules import divided_job
 from tests.distributed.test_divisions import GPT2, STREAMED
+from tests.plan.test_memory import GPT, booked, job, planned
 from tests.plan.tracing.measured import most_allocated
 from tests.train.small_job import write_text
 
@@ -475,3 +478,56 @@ def test_parameters_that_parts_have_in_common_are_planned_once(
     planned = make(divided_job("experts"), *find("cpu2"), 2).checkpoint_bytes
     assert make(divided_job("parts, experts"), *find("cpu2"), 4).checkpoint_bytes == planned
     assert saved <= planned < 1.02 * saved  # the ends of buffers
+
+
+# The plan of tables in shards: what a rank holds and moves, to the byte. Other plans of ranks are
+# in `test_divisions.py`.
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_of_tables_in_shards(ranks: Run, working: str) -> None:
+    """Untied ones, of which one is gathered at a time."""
+    keys = {"offload__zero_stage": 3, "offload__working": working, "model__tie_embeddings": False}
+    config = shared(job(GPT, train__micro_batch=4, **keys), 4)
+    table, sharded = config.model.vocab_size * config.model.d_model, planned(config, 4)
+    assert ranks(4, booked, config) == [sharded] * 4
+    unsharded = planned(replace(config, offload=config.offload.replace(keep_whole=("*",))), 4)
+    on_device = [sum(tiers["device"].values()) for tiers in (sharded, unsharded)]
+    assert on_device[1] - on_device[0] > (0.9 if working == "host" else 0.4) * 2 * table
+
+
+def moved(config: Config) -> tuple[int, int, int]:
+    """Bytes of a step of many: down, up, to other ranks."""
+    torch.manual_seed(0)
+    model = Transformer(config.model)
+    optimizer = offload_job(model, config, torch.device("cpu"))
+    size = (config.train.micro_batch, config.data.seq_len)
+    for _ in range(3):
+        for _ in range(config.train.grad_accum_steps):
+            tokens = torch.randint(config.model.vocab_size, size)
+            optimizer.backward(model(tokens, tokens))
+        optimizer.step()
+    report = optimizer.last_step
+    optimizer.close()
+    assert report is not None
+    return report.d2h_bytes, report.h2d_bytes, report.comm_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("working", "tied", "accum"),
+    [("device", True, 1), ("host", True, 2), ("device", False, 2), ("host", False, 1)],
+)
+def test_what_moves_of_tables(ranks: Run, working: str, tied: bool, accum: int) -> None:
+    """A tied embedding is loaded a second time, for the head, where positions share its slot."""
+    shape = GPT | {"tie_embeddings": tied, "max_seq_len": 32}
+    config = job(
+        shape,
+        offload__zero_stage=3,
+        offload__working=working,
+        train__grad_accum_steps=accum,
+        train__micro_batch=4,
+    )
+    prediction = make(config, "job", find("cpu2")[1], 4).prediction
+    planned_bytes = (prediction.d2h_bytes, prediction.h2d_bytes, prediction.comm_bytes)
+    assert ranks(4, moved, shared(config, 4)) == [planned_bytes] * 4

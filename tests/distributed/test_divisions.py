@@ -339,6 +339,7 @@ def test_every_rank_allocates_and_sends_what_was_planned(
     [
         case("groups", "one rank", DELAYED),
         case("zero", "groups", ZERO_3),
+        case("zero", "one rank", SPLIT16 | DELAYED),
         case("groups of 2 on 6", "groups of 3", BF16 | {"train.grad_accum_steps": 6}, level="long"),
         case("parts", "one rank", SPLIT16),
         case("one rank", "parts on 4", GPT2),
@@ -405,6 +406,7 @@ def test_a_checkpoint_is_the_same_in_every_division(
     [
         case("zero", BF16 | DROPOUT, level="quick"),
         case("groups", ZERO_3 | FP16 | DROPOUT),
+        case("zero", ZERO_3 | DELAYED | BF16),
         case("2bw on 4", DEVICE_STATE | CLIPPED),
         case("interleaved", DELAYED),
         case("parts", DELAYED | FP16 | DROPOUT),

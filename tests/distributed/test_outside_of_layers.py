@@ -9,17 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.config.offload import OptionError
+from offloadtrain.engine.gradient_access import GradientAccessError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.process_group import RankError
+from offloadtrain.step.program.streaming import StreamError
 from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches
-from tests.numerics.models import Chain, batches, loss_of
-from tests.numerics.test_offload import train
+from tests.numerics.comparison import train
+from tests.numerics.models import VOCAB, WIDTH, Chain, batches, loss_of
+from tests.parallel import models
 from tests.parallel.messages import warnings_of
+from tests.parallel.models import PartlyUsed
 
 STAGE_3: dict[str, Any] = {"zero_stage": 3, "device": "cpu"}
 
@@ -54,11 +61,6 @@ def test_what_saves_no_memory_is_not_sharded(
             assert on_device["working weights"] == total
         elif len(names) == 3:
             assert "working weights" not in on_device
-
-
-def test_keep_whole_without_stage_3() -> None:
-    with pytest.raises(OptionError, match=r"keep_whole .* only with zero_stage = 3"):
-        ot.offload(Chain(), keep_whole=["head"], device="cpu")
 
 
 def proved_and_evaluated(tied: bool, **options: Any) -> tuple[list[Any], list[float]]:
@@ -151,3 +153,182 @@ def test_an_optimizer_out_of_scope_is_warned_of(ranks: Run) -> None:
     for messages, shapes in ranks(2, leave_scope, False):
         assert "dict(optimizer.full_weights()) on all ranks" in messages[0] and shapes == {(0,)}
     assert ranks(2, leave_scope, True) == [([], {(0,)})] * 2
+
+
+# Ranks that use other parts of a model: in stage 3 a block that is not complete must not leave
+# after another gather, and an evaluation takes one path on all ranks. The bits of layers that
+# each rank uses in parts are in `test_sharded.py`.
+
+
+class WithAux(PartlyUsed):
+    """A second head, which only one rank uses. Two others take turns in a slot and are not trained:
+    backward gathers before the first gradient is there."""
+
+    def __init__(self, user: int) -> None:
+        super().__init__()
+        self.tail = nn.Linear(models.VOCABULARY, models.WIDTH)
+        self.head.requires_grad_(False)
+        self.tail.requires_grad_(False)
+        self.aux, self.user = nn.Linear(models.WIDTH, 3), user
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, 1)
+        loss = self.tail(self.head(x)).float().logsumexp(-1).mean()
+        return loss + self.aux(x).float().square().mean() if dist.get_rank() == self.user else loss
+
+
+def with_aux(user: int, *, plain: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = WithAux(user)
+    options: dict[str, Any] = {"device": "cpu", "zero_stage": 3, "grad_accum_steps": 2}
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), keep_whole=["aux"], **options)
+    norms = []
+    for number, tokens in enumerate(own_batches(6)):
+        if plain:
+            (model(tokens) / 2).backward()
+        else:
+            optimizer.backward(model(tokens))
+        if number % 2:
+            optimizer.step()
+            norms.append(optimizer.last_step.grad_norm)  # type: ignore[union-attr]
+    optimizer.close()
+    return norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_head_that_one_rank_uses_with_a_plain_backward(ranks: Run, user: int) -> None:
+    """The rank without it gathers before anything has delivered: the micro-step begins there."""
+    assert ranks(2, with_aux, user, plain=True) == ranks(2, with_aux, user, plain=False)
+
+
+class Tasks(nn.Module):
+    """A head for training, and one for each of two evaluations, all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.trained, self.left, self.right = (nn.Linear(WIDTH, VOCAB) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, head: str = "trained") -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.get_submodule(head)(x)
+
+
+def evaluated(heads: list[str], zero_stage: int) -> str:
+    """The error of evaluations after two steps, each rank's with its own head."""
+    torch.manual_seed(0)
+    model, tokens = Tasks(), torch.arange(12).reshape(3, 4)
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", zero_stage=zero_stage)
+    for _ in range(2):
+        optimizer.backward(model(tokens).float().logsumexp(-1).mean())
+        optimizer.step()
+    try:
+        with torch.no_grad():
+            model(tokens)
+            model(tokens, heads[dist.get_rank()])
+    except RankError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "stage"), [(["left", "right"], 3), (["left", "left"], 3), (["left", "right"], 2)]
+)
+def test_an_evaluation_that_takes_another_path_is_refused(
+    own_ranks: Run, heads: list[str], stage: int
+) -> None:
+    """The gathers of two heads would meet, and each rank would compute with a piece of both."""
+    differ = stage == 3 and heads[0] != heads[1]
+    for message in own_ranks(2, evaluated, heads, stage):
+        assert message[:40] == ("ranks disagree in an evaluation: rank 1 " if differ else "")
+
+
+# Weights in shards: reads outside of a forward, and their gradients.
+
+
+def read_outside_of_a_forward() -> None:
+    """Every rank raises the error by itself: a rank that reads alone must not wait for others."""
+    model = Chain(6)
+    optimizer = ot.offload(model, device="cpu", zero_stage=3)
+    for tokens in batches(2):
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+        if optimizer.ranks.rank == 0:
+            with pytest.raises(StreamError, match=r"optimizer.full_weights.*zero_stage = 2"):
+                model.layers[1].up.weight.norm()
+    optimizer.close()
+
+
+class FunctionalHead(Chain):
+    """The head's product is made by the model itself, in every forward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.head.weight, self.head.bias)
+
+
+def functional_losses(stage: int) -> list[float]:
+    torch.manual_seed(0)
+    model, losses = FunctionalHead(4), []
+    optimizer = ot.offload(
+        model, ot.AdamW(lr=1e-2), device="cpu", precision="fp32", clip_norm=0.5, zero_stage=stage
+    )
+    for tokens in batches(4):
+        loss = loss_of(model, tokens)
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    optimizer.close()
+    return losses
+
+
+def test_in_stage_3_a_read_outside_of_a_forward_raises(ranks: Run) -> None:
+    ranks(2, read_outside_of_a_forward)
+
+
+def test_in_stage_3_a_forward_reads_weights_without_a_call(ranks: Run) -> None:
+    assert ranks(2, functional_losses, 3) == ranks(2, functional_losses, 2)
+
+
+def gradients_of_ranks(options: dict[str, Any]) -> tuple[float, float, float]:
+    """The largest difference to the mean gradient, to its norms, and to torch's total norm."""
+    torch.manual_seed(0)
+    model, plain = Chain(), Chain()
+    plain.load_state_dict(model.state_dict())
+    optimizer = ot.offload(model, device="cpu", precision="fp32", **options)
+    ranks = optimizer.ranks
+    for number, tokens in enumerate(batches(ranks.size)):
+        (loss_of(plain, tokens) / ranks.size).backward()
+        if number == ranks.rank:
+            loss_of(model, tokens).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    with pytest.raises(GradientAccessError, match=r"divided among ranks.*optimizer.gradients\(\)"):
+        print(model.head.weight.grad)
+    assert not hasattr(model.head.weight, "grad")
+    norms, gradients = optimizer.grad_norms(), dict(optimizer.gradients())
+    assert norms.keys() == gradients.keys() == expected.keys()
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.clip_coef < 0.5
+    return (
+        max(float((gradients[name] - grad).abs().max()) for name, grad in expected.items()),
+        max(abs(norms[name] - float(grad.norm())) for name, grad in expected.items()),
+        abs(float(total) - float(torch.nn.utils.get_total_norm(list(expected.values())))),
+    )
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 2}, {"zero_stage": 3, "working": "host"}])
+def test_gradients_in_shards(ranks: Run, options: dict[str, Any]) -> None:
+    for differences in ranks(2, gradients_of_ranks, options):
+        assert max(differences) < 1e-6

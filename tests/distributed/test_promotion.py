@@ -37,10 +37,15 @@ def shares_of(name: str, rooms: list[int], lanes: str, **options: Any) -> list[f
     ("name", "options"),
     [
         ("chain", {"zero_stage": 1, "grad_accum_steps": 2}),
-        ("chain", {"zero_stage": 2, "clip_norm": 0.1}),
-        ("frozen", {"zero_stage": 3}),
         ("frozen", {"zero_stage": 3, "working": "host", "resident_blocks": 2}),
-        ("chain", {"zero_stage": 3, "update": "speculative", "reduction": "fp32"}),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("chain", {"zero_stage": 2, "clip_norm": 0.1}),
+                ("frozen", {"zero_stage": 3}),
+                ("chain", {"zero_stage": 3, "update": "speculative", "reduction": "fp32"}),
+            )
+        ),
     ],
     ids=str,
 )

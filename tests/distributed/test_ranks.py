@@ -22,13 +22,12 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.block_spec import ALIGN
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched
 from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import compare, own_batches
+from tests.numerics.comparison import train
 from tests.numerics.models import Chain, Frozen, MixedReentrant, batches, loss_of
-from tests.numerics.test_offload import train
 from tests.parallel.messages import assert_messages, message_of, warnings_of
 
 Options = dict[str, Any]
@@ -170,48 +169,6 @@ def test_sizes_that_no_rank_count_divides(ranks: Run) -> None:
 
 
 # Programs.
-
-
-def prove_steps(**options: Any) -> tuple[list[Any], set[str]]:
-    """Faults of three steps' program on this rank, and the names of what ran on the comm lane."""
-    torch.manual_seed(0)
-    model, lanes = Chain(4), RecordingLanes(SequentialLanes())
-    with on_lanes(lanes):
-        optimizer = offloaded(model, **options)
-    train_steps(model, optimizer, 3, options.get("grad_accum_steps", 1))
-    optimizer.synchronize()
-    optimizer.close()
-    launched = [entry for entry in lanes.program if isinstance(entry, Launched)]
-    return prove(lanes.program), {e.name.split()[0] for e in launched if e.lane == "comm"}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"zero_stage": 1, "update": "speculative", "grad_accum_steps": 2},
-        {"zero_stage": 2, "update": "delayed", "reduction": "fp32"},
-        {"zero_stage": 3, "update": "exact", "state": "int8"},
-        {"working": "host", "update": "speculative", "state": "int8", "reduction": "fp32"},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"zero_stage": 1, "update": "delayed", "state": "int8", "grad_accum_steps": 2},
-                {"zero_stage": 1, "update": "exact", "reduction": "fp32"},
-                {"zero_stage": 2, "update": "speculative", "state": "int8", "reduction": "fp32"},
-                {"zero_stage": 2, "update": "exact", "grad_accum_steps": 2},
-                {"zero_stage": 3, "update": "speculative"},
-                {"zero_stage": 3, "update": "delayed", "grad_accum_steps": 2},
-                {"working": "host", "update": "exact", "grad_accum_steps": 2},
-                {"working": "host", "update": "delayed", "state": "int8"},
-            )
-        ),
-    ],
-    ids=lambda options: "-".join(map(str, options.values())),
-)
-def test_no_race(ranks: Run, options: Options) -> None:
-    for faults, kinds in ranks(2, prove_steps, **options):
-        assert not faults
-        assert {"reduce-scatter", "all-gather"} <= kinds
 
 
 # Groups of some ranks.

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import offloadtrain as ot
 from offloadtrain.optim import register_state_format
 from tests.distributed.conftest import Run
-from tests.engine.test_extending import SEED, CodecRun, Scaled, signum
-from tests.engine.test_extending import train as follow_codec
+from tests.engine.test_extending import CodecRun, Scaled, signum
 from tests.numerics import muon
-from tests.numerics.lamb import CAPPED, LambRun, NarrowLambRun
-from tests.numerics.models import Chain, batches
-from tests.numerics.test_rules import RULES, NarrowRuleRun, RuleRun, follow, pair
+from tests.numerics.comparison import assert_same
+from tests.numerics.models import batches
+from tests.numerics.test_rules import ELEMENTWISE, RULES, follow, pair
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
 
 pytestmark = needs_fma_in_torch
@@ -36,51 +31,20 @@ def case(rule: str, state: str, options: Options, *, quick: bool = False) -> Any
     return pytest.param(rule, state, options, id=name, marks=() if quick else pytest.mark.slow)
 
 
-def trained_pair(
-    rule: str, state: str, options: Options
-) -> tuple[Any, ot.OffloadOptimizer, Callable[[str], list[Tensor]]]:
-    """Train resident and offloaded; returns both, and the resident fields of a parameter's state.
-
-    All ranks see the same batches: their sum, divided by their number, is exact.
-    """
-    accum = options.get("grad_accum_steps", 1)
-    if rule == "signum":
-        torch.manual_seed(0)
-        model = Chain()
-        resident = copy.deepcopy(model)
-        optimizer = ot.offload(model, signum(), device="cpu", state=state, seed=SEED, **options)
-        codec_run = CodecRun(resident, torch.bfloat16, state=state)
-        follow_codec(codec_run, optimizer, model, batches(4), 1)
-        return codec_run, optimizer, lambda name: list(codec_run.states[name])
-    kinds = (LambRun, NarrowLambRun) if rule == "lamb" else (RuleRun, NarrowRuleRun)
-    chosen = CAPPED if rule == "lamb" else RULES[rule]
-    run, optimizer, model = pair(chosen, kinds[state != "fp32"], state=state, **options)
-    follow(run, optimizer, model, batches(4 * accum), accum)
-
-    def fields(name: str) -> list[Tensor]:
-        if state != "fp32":
-            return list(run.states[name])
-        return [run.master(name), *(run.moment(name, key) for key in run.rule.moments)]
-
-    return run, optimizer, fields
-
-
 def compare(rule: str, state: str, options: Options) -> list[str]:
-    """Compare what this rank's shards hold; returns the names of its tensors."""
+    """Compare what this rank's shards hold; returns the names of its tensors. All ranks see the
+    same batches: their sum, divided by their number, is exact."""
+    accum = options.get("grad_accum_steps", 1)
     with register_state_format(Scaled()):
-        run, optimizer, fields = trained_pair(rule, state, options)
-        state_format = next(iter(optimizer._blocks)).buckets[0].format
-        moments = ("exp_avg",) if rule == "signum" else run.rule.moments
+        made, loop = (signum(), CodecRun) if rule == "signum" else (RULES[rule], None)
+        run, optimizer, model = pair(made, loop, state=state, **options)
+        follow(run, optimizer, model, batches(4 * accum), accum)
+        assert_same(run, optimizer, model)
         extents, names = optimizer.extents(), []
-        for name, shards in optimizer.named_state():
-            lo, hi = extents[name].lo, extents[name].hi
-            names += [name] * (lo < hi)
-            for field, value in zip(state_format.fields(moments), fields(name), strict=True):
-                flat = value.reshape(-1)
-                expected = flat[lo // field.per : -(-hi // field.per)] if lo < hi else flat[:0]
-                assert torch.equal(shards[field.name].reshape(-1), expected), (name, field.name)
-            if rule == "lamb":  # the norms of a tensor are those of all of it
-                assert hi - lo in (0, run.params[name].numel()), name
+        for name, extent in extents.items():
+            names += [name] * (extent.lo < extent.hi)
+            if rule == "capped lamb":  # the norms of a tensor are those of all of it
+                assert extent.hi - extent.lo in (0, run.params[name].numel()), name
         if state == "fp32":
             for name, master in optimizer.master_weights():
                 assert torch.equal(master, run.master(name)), name
@@ -94,15 +58,18 @@ def compare(rule: str, state: str, options: Options) -> list[str]:
         case("lion", "fp32", {"zero_stage": 2}, quick=True),
         case("nesterov", "split16", ZERO_3, quick=True),
         case("signum", "scaled", {"zero_stage": 2}, quick=True),
-        case("lamb", "fp32", {"zero_stage": 2} | CLIP, quick=True),
+        case("capped lamb", "fp32", {"zero_stage": 2} | CLIP, quick=True),
         case("lion", "int8", ZERO_3),
-        *(case(rule, "fp32", ZERO_3) for rule in RULES),
+        *(case(rule, "fp32", ZERO_3) for rule in ELEMENTWISE),
         case("signum", "split16", {"zero_stage": 1}),
         case("signum", "scaled", {"zero_stage": 3}),
-        *(case("lamb", "fp32", options) for options in (SUMMED, EARLY, ZERO_3, DELAYED, DEVICE)),
-        case("lamb", "fp32", {"update": "speculative", "zero_stage": 1} | CLIP),
-        case("lamb", "split16", CLIP),
-        case("lamb", "int8", CLIP),
+        *(
+            case("capped lamb", "fp32", options)
+            for options in (SUMMED, EARLY, ZERO_3, DELAYED, DEVICE)
+        ),
+        case("capped lamb", "fp32", {"update": "speculative", "zero_stage": 1} | CLIP),
+        case("capped lamb", "split16", CLIP),
+        case("capped lamb", "int8", CLIP),
     ],
 )
 def test_shards_have_the_bits_of_one_rank(
@@ -110,15 +77,14 @@ def test_shards_have_the_bits_of_one_rank(
 ) -> None:
     first, second = ranks(2, compare, rule, state, options)
     assert first and second
-    if rule == "lamb":
+    if rule == "capped lamb":
         assert not set(first) & set(second)
 
 
 def compare_muon(options: Options) -> list[str]:
     """Return the matrices of this rank, each of which is on one rank."""
     narrow = options.get("state") == "split16"
-    kind = muon.NarrowMuonRun if narrow else muon.MuonRun
-    run, optimizer, model = muon.pair(run=kind, **options)
+    run, optimizer, model = pair(muon.RULE, **options)
     accum = options.get("grad_accum_steps", 1)
     follow(run, optimizer, model, batches(4 * accum), accum)
     matrices = []
@@ -133,7 +99,7 @@ def compare_muon(options: Options) -> list[str]:
             if name in run.buffers and shards["momentum_buffer"].numel():
                 assert torch.equal(shards["momentum_buffer"], run.buffers[name]), name
     else:
-        muon.assert_same(run, optimizer, model)
+        assert_same(run, optimizer, model)
     optimizer.close()
     return matrices
 

@@ -15,9 +15,9 @@ from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout import step_spec as spec
 from tests.distributed.conftest import Run
 from tests.distributed.reference import compare, own_batches
-from tests.numerics.models import Chain, batches, loss_of
+from tests.numerics.comparison import train
+from tests.numerics.models import Chain, loss_of
 from tests.numerics.skipping import PATTERNS
-from tests.numerics.test_offload import train
 
 Options = dict[str, Any]
 ZERO_1: Options = {"zero_stage": 1}
@@ -238,34 +238,6 @@ def same_runs(plain: Options, *placements: Options) -> None:
 )
 def test_no_placement_changes_a_bit(ranks: Run, plain: Options, placements: list[Options]) -> None:
     ranks(2, same_runs, plain, *placements)
-
-
-def train_with_all_batches(size: int, steps: int) -> None:
-    """The mean of the ranks' losses and the weights are those of one process with all batches."""
-    torch.manual_seed(0)
-    model, resident = Chain(), Chain()
-    resident.load_state_dict(model.state_dict())
-    chosen = {"device": "cpu", "precision": "fp32", "clip_norm": 0.5}
-    sharded = ot.offload(model, ot.AdamW(lr=1e-3), **chosen)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    single = ot.offload(resident, ot.AdamW(lr=1e-3), process_group=alone, **chosen)
-    stream = batches(steps * size)
-    for step in range(steps):
-        of_all = stream[step * size : (step + 1) * size]
-        losses = torch.tensor(train(sharded, model, [of_all[dist.get_rank()]]))
-        dist.all_reduce(losses)
-        # One microbatch: windows of equal length, so that the mean of means is the mean.
-        expected = train(single, resident, [torch.cat(of_all)])
-        assert abs(losses.item() / size - expected[0]) < 1e-5 * expected[0]
-        if step == 0:
-            assert sharded.grad_norm == pytest.approx(single.grad_norm, rel=1e-6)
-    sharded.close()
-    single.close()
-
-
-@pytest.mark.parametrize(("size", "steps"), [(2, 20), pytest.param(4, 50, marks=pytest.mark.slow)])
-def test_many_ranks_are_one(ranks: Run, size: int, steps: int) -> None:
-    ranks(size, train_with_all_batches, size, steps)
 
 
 def train_with_torch() -> None:

@@ -218,19 +218,6 @@ def fast(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return run(*args, **options)
 
 
-def test_a_job_of_fp16_has_the_scales_of_one_process(
-    ranks: Run, tmp_path: Path, data: Path
-) -> None:
-    expected, run = tmp_path / "expected", tmp_path / "run"
-    chosen = DELAYED | EVAL | FP16 | {"offload.clip_norm": 0.5, "train.checkpoint_every": 2}
-    ranks(1, fast, train, expected, data, **chosen)
-    ranks(2, fast, train, run, data, **chosen | TWO_VERSIONS)
-    assert_same_run(expected, run, 2)
-    assert evaluations(run) == evaluations(expected)
-    scales = {event.loss_scale for event in events_of_rank(run, schema.Step)}
-    assert len(scales) > 2, scales
-
-
 @pytest.mark.parametrize(
     ("before", "after", "stop"),
     [

@@ -87,10 +87,20 @@ def resident_bytes(name: str) -> int:
     return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", text)[0])
 
 
-def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str, Any]:
+CHANGED = ("device", "streamed", "speculative", "half of the state on the device", "disk")
+
+
+def train(
+    options: dict[str, Any], make_lanes: Callable[[], Lanes], *, changes: bool = False
+) -> dict[str, Any]:
     """After each step, the bytes of the Ledger on both tiers, since the device's memory is the
-    process's own, and the anonymous bytes of the process without what it had before; then by how
-    much the resident memory grows while the optimizer closes, and what is left of it afterwards."""
+    process's own, and the anonymous bytes of the process without what it had before; by how much
+    the resident memory grows in the last forward of a step and while the optimizer closes; and what
+    is left of it afterwards.
+
+    Args:
+        changes: other layers are frozen before each step; every second time all train again.
+    """
     gc.collect()
     before = anonymous_bytes()
     with torch.device("meta"):
@@ -99,12 +109,19 @@ def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str,
         optimizer = ot.offload(
             model, device="cpu", param_init_fn=lambda module: None, **({"clip_norm": 1.0} | options)
         )
-    in_ledger, anonymous = [], []
-    for _ in range(STEPS):
+    in_ledger, anonymous, growing = [], [], []
+    for number in range(STEPS):
+        forget_peak()
+        resident = resident_bytes("VmRSS")
+        for at, layer in enumerate(model if changes else ()):
+            layer.requires_grad_(number % 2 == 1 or at % 2 == number // 2 % 2)
         for _ in range(options.get("grad_accum_steps", 1)):
             x = torch.zeros(SIZE, dtype=torch.bfloat16, requires_grad=True)
-            optimizer.backward(model(x).float().square().mean())
-            del x
+            loss = model(x).float().square().mean()
+            growth = resident_bytes("VmHWM") - resident
+            optimizer.backward(loss)
+            del x, loss
+        growing.append(growth)
         optimizer.step()
         optimizer.synchronize()
         in_ledger.append(sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE)))
@@ -114,39 +131,13 @@ def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str,
     optimizer.close()
     closing = resident_bytes("VmHWM") - resident
     del optimizer
-    left = anonymous_bytes() - before
-    return {"in_ledger": in_ledger, "anonymous": anonymous, "closing": closing, "left": left}
-
-
-CHANGED = ("device", "streamed", "speculative", "half of the state on the device", "disk")
-
-
-def change(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str, Any]:
-    """Freeze other layers before each step; every second time all train again. Returns what
-    `train` does of each step, and by how much the resident memory grows while layers change."""
-    gc.collect()
-    before = anonymous_bytes()
-    with torch.device("meta"):
-        model = nn.Sequential(*(Scale() for _ in range(LAYERS)))
-    with on_lanes(make_lanes):
-        optimizer = ot.offload(model, device="cpu", param_init_fn=lambda module: None, **options)
-    in_ledger, anonymous, growing = [], [], []
-    for number in range(STEPS):
-        forget_peak()
-        resident = resident_bytes("VmRSS")
-        for at, layer in enumerate(model):
-            layer.requires_grad_(number % 2 == 1 or at % 2 == number // 2 % 2)
-        x = torch.zeros(SIZE, dtype=torch.bfloat16, requires_grad=True)
-        loss = model(x).float().square().mean()
-        growing.append(resident_bytes("VmHWM") - resident)
-        optimizer.backward(loss)
-        del x, loss
-        optimizer.step()
-        optimizer.synchronize()
-        in_ledger.append(sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE)))
-        anonymous.append(anonymous_bytes() - before)
-    optimizer.close()
-    return {"in_ledger": in_ledger, "anonymous": anonymous, "growing": growing}
+    return {
+        "in_ledger": in_ledger,
+        "anonymous": anonymous,
+        "growing": growing,
+        "closing": closing,
+        "left": anonymous_bytes() - before,
+    }
 
 
 def plant(fault: str) -> None:
@@ -170,7 +161,7 @@ def main() -> None:
     placements = PLACEMENTS
     if sys.argv[1:] == ["changes"]:
         for number, name in enumerate(CHANGED):
-            result = change(PLACEMENTS[name], LANES[number % len(LANES)])
+            result = train(PLACEMENTS[name], LANES[number % len(LANES)], changes=True)
             print(json.dumps({"placement": name, **result}), flush=True)
         return
     for fault in sys.argv[1:]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -25,19 +23,6 @@ def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:
 
 def backward(optimizer: ot.OffloadOptimizer, net: nn.Module) -> None:
     optimizer.backward(loss_of(net, batches(1)[0]))
-
-
-def test_it_returns_what_a_torch_loop_expects() -> None:
-    optimizer, net = offloaded()
-    backward(optimizer, net)
-    norm = optimizer.clip_grad_norm_(0.25)
-    assert norm.shape == () and norm.dtype is torch.float64 and norm.device.type == "cpu"
-    assert norm.item() > 0.25
-    assert optimizer.clip_grad_norm_(float("inf")).item() == pytest.approx(0.25, rel=1e-5)
-    optimizer.step()
-    assert optimizer.last_step is not None
-    assert optimizer.last_step.grad_norm == norm.item()
-    assert optimizer.last_step.clip_coef == 0.25 / (norm.item() + 1e-6)
 
 
 def test_misuse_is_told() -> None:
@@ -132,15 +117,3 @@ def test_zero_grad_of_the_model_drops_the_step(
     for zero_grad in ("optimizer", "model", "around"):
         for name, value in run(zero_grad).items():
             assert torch.equal(value, expected[name]), (zero_grad, name)
-
-
-def test_copies_and_closed_models_are_ordinary() -> None:
-    optimizer, net = offloaded()
-    plain_model = copy.deepcopy(net)
-    again = pickle.loads(pickle.dumps(net))
-    optimizer.close()
-    for model in (plain_model, again, net):
-        assert all(type(param) is nn.Parameter for param in model.parameters())
-    for param in plain_model.parameters():
-        param.grad = torch.ones_like(param)
-    assert torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 1.0).item() > 1

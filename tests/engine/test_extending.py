@@ -5,7 +5,6 @@ Each trains to the bits of a plain loop that knows neither, in every mode and pl
 
 from __future__ import annotations
 
-import copy
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,16 +23,18 @@ from offloadtrain.runtime.kernels.scalars import random_key
 from offloadtrain.step.layout import formats
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.dry_run import check
-from tests.numerics.models import Chain, batches, loss_of
-from tests.numerics.reference import ResidentRun
+from tests.numerics.comparison import train
+from tests.numerics.models import Chain, batches
+from tests.numerics.reference import SEED, RuleRun
+from tests.numerics.test_rules import check as check_bits
+from tests.numerics.test_rules import pair
 from tests.plan.test_plan import planned, small
 from tests.runtime.fake_cuda import installed
 from tests.runtime.test_cuda_lanes import Case, compare
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 OPTIMIZER, _, FORMAT, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LR, BETA, BETAS, DECAY, SEED = 1e-2, 0.9, (0.9, 0.95), 0.1, 7
+LR, BETA, DECAY = 1e-2, 0.9, 0.1
 TOY = "bf16-moments"
 
 
@@ -60,102 +61,45 @@ def toy() -> Iterator[None]:
 
 
 @dataclass
-class SignumRun(ResidentRun):
-    """Signum in place; `narrow`: moments are kept in bf16, rounded to nearest."""
-
-    narrow: bool = False
+class SignumRun(RuleRun):
+    """Signum in place; in the page's format moments are kept in bf16, rounded to nearest."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.exp_avg = {name: torch.zeros_like(x.data) for name, x in self.masters.items()}
+        self.exp_avg = {name: torch.zeros(param.shape) for name, param in self.trained.items()}
+
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups)  # which takes no step
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         for name, param in self.trained.items():
-            master, moment = self.master(name), self.moment(name, "exp_avg")
-            grad = sums[name] * factor
-            new = moment * BETA + (1 - BETA) * grad
+            master, moment = self.master(name), self.exp_avg[name]
+            new = moment * BETA + (1 - BETA) * (sums[name] * factor)
             master.copy_(master * (1 - LR * DECAY) - LR * new.sign())
-            moment.copy_(rounded(new, self.narrow))
+            moment.copy_(new.bfloat16() if self.state == TOY else new)
             param.data.copy_(master)
 
     def moment(self, name: str, key: str) -> Tensor:
-        param = self.trained[name]
-        return self.exp_avg[name][: param.numel()].view(param.shape)
+        return self.exp_avg[name].bfloat16() if self.state == TOY else self.exp_avg[name]
 
 
-@dataclass
-class AdamRun(ResidentRun):
-    """AdamW in place; `narrow` as above."""
-
-    narrow: bool = False
+class AdamRun(RuleRun):
+    """AdamW in place, whose moments are kept in bf16."""
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         super().update(sums, factor)
         for state in self.adam.state.values():
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key].copy_(rounded(state[key], self.narrow))
+            for key in self.rule.moments:
+                state[key].copy_(state[key].bfloat16())
+
+    def moment(self, name: str, key: str) -> Tensor:
+        return super().moment(name, key).bfloat16()
 
 
-def rounded(values: Tensor, narrow: bool) -> Tensor:
-    return values.bfloat16().float() if narrow else values
-
-
-def adamw() -> ot.AdamW:
-    return ot.AdamW(lr=LR, betas=BETAS, eps=1e-8, weight_decay=DECAY)
-
-
-RULES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
-    "signum": (signum, SignumRun, ("exp_avg",)),
-    "adamw": (adamw, AdamRun, ("exp_avg", "exp_avg_sq")),
+RULES: dict[str, tuple[Any, type[RuleRun]]] = {
+    "signum": (signum(), SignumRun),
+    "adamw": (ot.AdamW(lr=LR, betas=(0.9, 0.95), weight_decay=DECAY), AdamRun),
 }
-
-
-def pair(
-    rule: str, state: str, precision: str = "bf16", **options: Any
-) -> tuple[Any, ot.OffloadOptimizer, nn.Module]:
-    """The same weights twice: in a plain loop, and offloaded."""
-    torch.manual_seed(0)
-    model = Chain()
-    plain_model = copy.deepcopy(model)
-    made, resident, _ = RULES[rule]
-    chosen = {"device": "cpu", "precision": precision, "state": state, "seed": SEED, **options}
-    optimizer = ot.offload(model, made(), **chosen)
-    loop = resident(
-        plain_model,
-        DTYPES[precision],
-        lr=LR,
-        weight_decay=DECAY,
-        betas=BETAS,
-        clip_norm=options.get("clip_norm"),
-        scale=optimizer.loss_scale,
-        narrow=state == TOY,
-    )
-    return loop, optimizer, model
-
-
-def train(
-    loop: Any, optimizer: Any, model: nn.Module, stream: Sequence[Tensor], accum: int
-) -> None:
-    for start in range(0, len(stream), accum):
-        micro = stream[start : start + accum]
-        expected = loop.step(micro, loss_of) if loop else None
-        results = []
-        for tokens in micro:
-            loss = loss_of(model, tokens)
-            results.append(loss.item())
-            optimizer.backward(loss)
-        optimizer.step()
-        assert expected is None or results == expected
-
-
-def assert_same(rule: str, loop: Any, optimizer: ot.OffloadOptimizer) -> None:
-    for name, state in optimizer.named_state():
-        assert list(state) == ["master", *RULES[rule][2]]
-        assert torch.equal(state["master"], loop.master(name)), name
-        for key in RULES[rule][2]:
-            assert torch.equal(state[key].float(), loop.moment(name, key)), (name, key)
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},
     "clipped": {"clip_norm": 0.05},
@@ -168,8 +112,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "clip_norm": 0.5},
     "fp32": {"precision": "fp32", "clip_norm": 0.5},
 }
-
-
 BOTH = [("signum", "fp32"), ("signum", TOY), ("adamw", TOY)]
 
 
@@ -183,17 +125,12 @@ BOTH = [("signum", "fp32"), ("signum", TOY), ("adamw", TOY)]
     ],
 )
 def test_a_plain_loop_has_the_same_bits(rule: str, state: str, name: str) -> None:
-    options = OPTIONS[name]
-    loop, optimizer, model = pair(rule, state, **options)
-    accum = options.get("grad_accum_steps", 1)
-    train(loop, optimizer, model, batches(4 * accum), accum)
-    assert_same(rule, loop, optimizer)
+    made, loop = RULES[rule]
+    check_bits(made, loop, state=state, **OPTIONS[name])
 
 
 def test_a_rule_of_ones_own_on_the_device() -> None:
-    loop, optimizer, model = pair("signum", "fp32", state_on="device", clip_norm=0.5)
-    train(loop, optimizer, model, batches(4), 1)
-    assert_same("signum", loop, optimizer)
+    check_bits(signum(), SignumRun, state_on="device", clip_norm=0.5)
 
 
 @pytest.mark.usefixtures("toy")
@@ -243,25 +180,17 @@ class Scaled:
 class CodecRun(SignumRun):
     """Signum, each parameter's state for itself in a format's own tensors."""
 
-    state: str = ""
     steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.format = formats.FORMATS[self.state]
         self.ids = {name: index for index, name in enumerate(self.params)}
-        self.states = {n: self._zeros(p.numel()) for n, p in self.trained.items()}
+        self.states = {n: zeros(self.format, p.numel(), 1) for n, p in self.trained.items()}
         for name, param in self.trained.items():
             first = self.master(name).reshape(-1)
             kernels.set_master_by_codec(self.format, self.states[name], first)
             param.data.copy_(self.states[name][0].view_as(param))
-
-    def _zeros(self, numel: int) -> tuple[Tensor, ...]:
-        fields_of_state = self.format.fields(("exp_avg",))
-        return tuple(
-            torch.zeros(f.numel(numel), dtype=getattr(torch, f.dtype or "bfloat16"))
-            for f in fields_of_state
-        )
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         self.steps += 1
@@ -269,10 +198,10 @@ class CodecRun(SignumRun):
         for name, param in self.trained.items():
             master, moment = codec.load(self.states[name])
             self.masters[name].data[: param.numel()] = master
-            self.exp_avg[name][: param.numel()] = moment
+            self.exp_avg[name] = moment.view(param.shape)
         super().update(sums, factor)
         for name, param in self.trained.items():
-            values = [x.reshape(-1) for x in (self.master(name), self.moment(name, "exp_avg"))]
+            values = [x.reshape(-1) for x in (self.master(name), self.exp_avg[name])]
             codec.store(self.states[name], values, lambda name=name: self._draw(name))
             param.data.copy_(self.states[name][0].view_as(param))
 
@@ -292,23 +221,17 @@ def test_formats_that_hold_the_weight_and_round_at_random(
     state: str, options: dict[str, Any]
 ) -> None:
     with register_state_format(Scaled()):
-        torch.manual_seed(0)
-        model = Chain()
-        plain_model = copy.deepcopy(model)
-        optimizer = ot.offload(model, signum(), device="cpu", state=state, seed=SEED, **options)
-        clip = options.get("clip_norm")
-        loop = CodecRun(plain_model, torch.bfloat16, clip_norm=clip, state=state)
-        accum = options.get("grad_accum_steps", 1)
-        train(loop, optimizer, model, batches(4 * accum), accum)
-        for name, state_fields in optimizer.named_state():
-            for (field, actual), expected in zip(
-                state_fields.items(), loop.states[name], strict=True
-            ):
-                assert torch.equal(actual.reshape(-1), expected), (name, field)
-        optimizer.close()
+        check_bits(signum(), CodecRun, state=state, **options)
 
 
 # ---- saved state -------------------------------------------------------------------------------
+
+
+def trained(rule: str, state: str, steps: int = 0) -> ot.OffloadOptimizer:
+    _, optimizer, model = pair(*RULES[rule], state=state)
+    for tokens in batches(steps):
+        train(optimizer, model, [tokens])
+    return optimizer
 
 
 def saved(optimizer: ot.OffloadOptimizer) -> dict[str, Any]:
@@ -319,7 +242,8 @@ def saved(optimizer: ot.OffloadOptimizer) -> dict[str, Any]:
     return loaded
 
 
-ADAMS_ONLY = [("int8", TOY), (TOY, "int8")]
+ADAMS_ONLY = [("int8", TOY), (TOY, "int8"), ("fp32", "int8"), ("fp32", "split16")]
+ADAMS_ONLY += [(target, source) for source, target in ADAMS_ONLY[2:]]
 CONVERTED = [("fp32", TOY), (TOY, "fp32"), (TOY, "split16"), ("split16", TOY)]
 
 
@@ -332,11 +256,9 @@ CONVERTED = [("fp32", TOY), (TOY, "fp32"), (TOY, "split16"), ("split16", TOY)]
     ],
 )
 def test_state_of_one_format_is_loaded_into_another(source: str, target: str, rule: str) -> None:
-    _, optimizer, model = pair(rule, source)
-    train(None, optimizer, model, batches(3), 1)
-    _, other, _ = pair(rule, target)
+    optimizer, other = trained(rule, source, 3), trained(rule, target)
     other.load_state_dict(saved(optimizer))
-    moments = RULES[rule][2]
+    moments = RULES[rule][0].moments
     wide = {n: _wide(source, moments, state_fields) for n, state_fields in optimizer.named_state()}
     for name, state_fields in other.named_state():
         actual = _wide(target, moments, state_fields)
@@ -348,14 +270,12 @@ def test_state_of_one_format_is_loaded_into_another(source: str, target: str, ru
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize("state", ["fp32", TOY])
 def test_state_of_other_dtypes_is_rounded_to_the_formats(state: str) -> None:
-    _, optimizer, model = pair("adamw", state)
-    train(None, optimizer, model, batches(3), 1)
+    optimizer, other = trained("adamw", state, 3), trained("adamw", state)
     wide_state = optimizer.state_dict()
     wide_state["state"] = {
         index: {key: value.double() for key, value in state_fields.items()}
         for index, state_fields in wide_state["state"].items()
     }
-    _, other, _ = pair("adamw", state)
     other.load_state_dict(wide_state)
     for (name, state_fields), (_, result) in zip(
         optimizer.named_state(), other.named_state(), strict=True
@@ -375,13 +295,16 @@ def _wide(
 def _stored(state: str, values: Sequence[Tensor]) -> Sequence[Tensor]:
     """As they come back from the format, rounded to nearest."""
     format, codec = formats.FORMATS[state], kernels.formats.CODECS[state]
-    moments = ("exp_avg", "exp_avg_sq")[: len(values) - 1]
-    fields = tuple(
-        torch.zeros(f.numel(values[0].numel()), dtype=getattr(torch, f.dtype or "bfloat16"))
-        for f in format.fields(moments)
-    )
+    fields = zeros(format, values[0].numel(), len(values) - 1)
     codec.store(fields, values, None)
     return codec.load(fields)
+
+
+def zeros(format: StateFormat, numel: int, moments: int) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.zeros(field.numel(numel), dtype=getattr(torch, field.dtype or "bfloat16"))
+        for field in format.fields(("exp_avg", "exp_avg_sq")[:moments])
+    )
 
 
 # ---- bytes -------------------------------------------------------------------------------------
@@ -391,11 +314,11 @@ def _stored(state: str, values: Sequence[Tensor]) -> Sequence[Tensor]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("state", "each"), [("fp32", 4), (TOY, 2)])
 def test_the_ledger_counts_what_is_declared(state: str, each: int, rule: str) -> None:
-    _, optimizer, _ = pair(rule, state)
+    optimizer = trained(rule, state)
     rows = {r.owner: r.bytes for r in optimizer.ledger.rows() if r.tier == Tier.HOST}
     masters = rows["master weights"]
     result = {owner: size for owner, size in rows.items() if owner.startswith("exp_avg")}
-    assert result == dict.fromkeys(RULES[rule][2], masters // 4 * each)
+    assert result == dict.fromkeys(RULES[rule][0].moments, masters // 4 * each)
 
 
 @pytest.mark.usefixtures("toy")
@@ -422,15 +345,15 @@ OWNERS = ("master weights", "exp_avg", "exp_avg_sq")
 def test_a_format_is_known_while_it_is_registered() -> None:
     unknown = f"state = '{TOY}' is not one of 'fp32', 'split16', 'int8'$"
     with pytest.raises(ValueError, match=unknown):
-        pair("adamw", TOY)
+        trained("adamw", TOY)
     registered = run(FORMAT)["registered"]
-    pair("adamw", TOY)[1].close()
+    trained("adamw", TOY).close()
     with pytest.raises(ValueError, match=f"there is a state format '{TOY}': fp32, .*{TOY}"):
         run(FORMAT)
     registered.remove()
     registered.remove()
     with pytest.raises(ValueError, match=unknown):
-        pair("adamw", TOY)
+        trained("adamw", TOY)
     assert list(formats.FORMATS) == list(kernels.formats.CODECS) == ["fp32", "split16", "int8"]
 
 
@@ -480,7 +403,7 @@ def test_precisions_and_moments_that_a_format_cannot_keep() -> None:
         register_state_format(Scaled()),
         pytest.raises(ValueError, match="'scaled' does not keep fp16 weights: use precision"),
     ):
-        pair("signum", "scaled", "fp16")
+        pair(*RULES["signum"], state="scaled", precision="fp16")
 
 
 def test_a_rule_that_lacks_something_is_told_what() -> None:

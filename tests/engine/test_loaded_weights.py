@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.step.program.modes import UpdateError
 from tests.numerics.comparison import assert_equal
 from tests.numerics.models import Chain, Frozen, batches, loss_of
@@ -155,51 +153,6 @@ def test_weights_written_before_a_load_that_says_nothing_new_count(placement: st
     masters = {name: tensors["master"] for name, tensors in optimizer.named_state()}
     for name in written:
         assert torch.equal(masters[name], net.get_parameter(name).float())
-
-
-def load(optimizer: ot.OffloadOptimizer | None, net: nn.Module, values: dict[str, Tensor]) -> None:
-    net.load_state_dict(values)
-
-
-def write(optimizer: ot.OffloadOptimizer | None, net: nn.Module, values: dict[str, Tensor]) -> None:
-    if optimizer is not None:
-        optimizer.synchronize()
-    with torch.no_grad():
-        net.head.weight.copy_(values["head.weight"])
-    if optimizer is not None:
-        optimizer.adopt_written_weights()
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("set_weights", [load, write])
-@pytest.mark.parametrize("options", [{}, {"working": "host"}, {"clip_norm": 1e9}], ids=str)
-def test_weights_set_between_backward_and_step_win(
-    options: dict[str, Any], set_weights: Any, late: bool
-) -> None:
-    """As in a loop of torch: the gradient of the older weights updates the new ones."""
-
-    def run(update: str | None) -> dict[str, Tensor]:
-        net = made()
-        optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
-        if update is not None:
-            lanes = SeededLanes(0, late=True) if late else SequentialLanes()
-            with on_lanes(lanes):
-                optimizer = offloaded(net, update=update, precision="fp32", **options)
-        saved = copy.deepcopy(net.state_dict())
-        for number, tokens in enumerate(batches(4, seed=3)):
-            loss_of(net, tokens).backward()
-            if number == 2:
-                set_weights(None if update is None else optimizer, net, saved)
-            if update is None and "clip_norm" in options:
-                nn.utils.clip_grad_norm_(net.parameters(), 1e9)
-            optimizer.step()
-            optimizer.zero_grad()
-        return dict(net.state_dict())
-
-    plain, exact, speculative = run(None), run("exact"), run("speculative")
-    for name, value in plain.items():
-        torch.testing.assert_close(exact[name], value, rtol=0, atol=2e-6)
-    assert_equal(speculative, exact)
 
 
 def test_weights_set_after_adam_inside_backward_are_refused() -> None:

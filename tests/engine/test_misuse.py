@@ -145,22 +145,6 @@ def test_a_loss_of_another_model_passes_through_an_fp16_model_that_is_frozen_mea
         optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "int8"}, "precision = 'int8' is not one of"),
-        ({"state": "fp8"}, "state = 'fp8' is not one of"),
-        ({"update": "eager"}, "update = 'eager' is not one of"),
-        ({"clip_norm": 0.0}, "clip_norm = 0.0 is not positive"),
-        ({"grad_accum_steps": 0}, "grad_accum_steps = 0 is not positive"),
-        ({"device": "meta"}, "works for 'cuda' and 'cpu'"),
-    ],
-)
-def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ot.offload(model(), **{"device": "cpu", **options})
-
-
 @pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": float("nan")}])
 def test_hyperparameters_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -92,6 +92,8 @@ def test_a_copy_holds_the_newest_weights(
         optimizer.backward(loss_of(net, tokens))
         optimizer.step()
     part, copied = COPIES[how](net.layers[1]), COPIES[how](net)
+    view = copy.deepcopy(net.layers[1].up.weight.data)
+    assert type(view) is torch.Tensor and torch.equal(view, net.layers[1].up.weight)
     assert all(type(param) is nn.Parameter for param in copied.parameters())
     expected = net.state_dict()
     for name, value in copied.state_dict().items():
@@ -126,10 +128,13 @@ def test_ties_frozen_parameters_and_buffers() -> None:
 
 def test_batch_norm_keeps_fp32_parameters() -> None:
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
-    optimizer = offloaded(net)
+    optimizer = offloaded(net, state="int8")
     optimizer.backward(net(torch.randn(3, 1, 4, 4)).float().square().mean())
     optimizer.step()
     optimizer.synchronize()
+    fields = {name: set(state) for name, state in optimizer.named_state()}
+    assert fields["1.weight"] == {"master", "exp_avg", "exp_avg_sq"}
+    assert "correction" in fields["0.weight"]
     assert net[1].weight.dtype is torch.float32
     assert net[0].weight.dtype is torch.bfloat16
 

@@ -25,6 +25,7 @@ from offloadtrain.config.offload import (
     WeightOptions,
 )
 from offloadtrain.engine.api import OffloadArguments
+from tests.numerics.muon import RULE as MUON
 
 NAMES = """
     precision state state_on scratch_dir scratch_in_memory grad_on sums_on sums_down seed update
@@ -256,3 +257,63 @@ def test_the_stage_among_ranks(options: dict[str, Any], ranks: int, stage: int) 
     assert config.streams_among(ranks) == (stage == 3 or config.weights.tier == "host")
     with pytest.raises(OptionError, match="with 2 ranks each host holds a shard of the weights"):
         config.replace(working="host", zero_stage=1).zero_stage_among(2)
+
+
+DISK: dict[str, Any] = {"state_on": "disk", "scratch_dir": ".", "scratch_in_memory": True}
+ON_HOST = DISK | {"state_on": "host"}
+SELECTIVE: dict[str, Any] = {"activation": "selective"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"precision": "int8"}, "precision = 'int8' is not one of"),
+    ({"state": "fp8"}, "state = 'fp8' is not one of"),
+    ({"update": "eager"}, "update = 'eager' is not one of"),
+    ({"clip_norm": 0.0}, "clip_norm = 0.0 is not positive"),
+    ({"grad_accum_steps": 0}, "grad_accum_steps = 0 is not positive"),
+    ({"device": "meta"}, "works for 'cuda' and 'cpu'"),
+    ({"keep_whole": ["head"]}, "keep_whole .* only with zero_stage = 3"),
+    (DISK | {"update": "speculative"}, "a second copy of the state in host memory"),
+    (DISK | {"checkpoint_spill": 1 << 20}, "none is there"),
+    (DISK | {"scratch_dir": None}, "without scratch_dir"),
+    (DISK | {"scratch_dir": None, "state_on": {"disk": 0.5}}, "without scratch_dir"),
+    (ON_HOST, "is for state on the disk"),
+    (ON_HOST | {"working": "disk", "update": "speculative"}, "working = 'disk'"),
+    (ON_HOST | {"working": "disk", "scratch_dir": None}, "without scratch_dir"),
+    (ON_HOST | {"working": "disk", "grad_on": "disk"}, "where its state is"),
+    (DISK | {"grad_on": "disk", "update": "delayed"}, "grad_on = 'host'"),
+    (DISK | {"grad_on": "dist"}, "did you mean disk"),
+    (DISK | {"state_on": "device", "working": "disk"}, "updated on the host"),
+    ({"state_on": {"device": 0.9}, "working": "host"}, "asks for 0.9 of the state"),
+    (SELECTIVE | {"activation_policy": "mm"}, "activation_policy = 'mm' is no function"),
+    ({"activation_policy": print}, "activation_policy = .* and activation = 'keep'"),
+    (
+        SELECTIVE | {"compile_blocks": True, "activation_policy": print},
+        "activation_policy and compile_blocks = True: .* set activation_budget",
+    ),
+    (
+        SELECTIVE | {"activation_budget": 0.3},
+        "activation_budget = 0.3 and compile_blocks = False",
+    ),
+    (
+        {"compile_blocks": True, "activation_budget": 0.3},
+        "activation_budget = 0.3 and activation = 'keep'",
+    ),
+    (
+        SELECTIVE | {"compile_blocks": True, "activation_budget": 1.5},
+        "activation_budget = 1.5 is more than 1",
+    ),
+    (
+        {"rule": MUON, "state": "int8"},
+        "state = 'int8' and Muon: .* Use state = 'fp32' or 'split16'",
+    ),
+    (
+        {"rule": MUON, "update": "speculative"},
+        "update = 'speculative' and Muon: .* 'exact' or 'delayed'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_does_not_go_together_is_refused_by_name(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ot.offload(net(), **{"device": "cpu", **options})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offloadtrain as ot
@@ -42,16 +41,23 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 class Layer(nn.Module):
+    """`pack`: of hooks that the layer pushes itself, as those who compress activations do."""
+
+    pack: Callable[[Tensor], Tensor] | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Any:
-        return x + self.outer(torch.tanh(self.inner(x)))
+        hooks = saved_tensors_hooks(self.pack, lambda packed: packed) if self.pack else None
+        with hooks or nullcontext():
+            return x + self.outer(torch.tanh(self.inner(x)))
 
 
 class Model(nn.Module):
-    """`scale` is the root's own; `head` and `spare` are read without a call on some paths."""
+    """`scale` is the root's own; `head` and `spare` are read without a call on some paths; `call`
+    calls the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +65,12 @@ class Model(nn.Module):
         self.first = nn.Linear(8, 8)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.spare, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+        self.call: Callable[[nn.Module, Tensor], Any] = nn.Module.__call__
 
     def features(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = layer(x)
+            x = self.call(layer, x)
         return x * self.scale.exp()
 
     def forward(self, x: Tensor) -> Any:
@@ -118,11 +125,14 @@ def on_a_late_path(model: Any, x: Tensor) -> Any:
 LOSSES: list[Loss] = [by_call, by_forward, by_methods, by_layers, with_penalty, on_a_late_path]
 
 
-def trained(loss_of: Loss, options: dict[str, Any] | None) -> list[Any]:
+def trained(loss_of: Loss, options: dict[str, Any] | None, *, reads: bool = True) -> list[Any]:
     """Train four steps, resident where there are no options.
 
+    Args:
+        reads: after each step, weights are read in several ways, and for two moving averages.
+
     Returns:
-        The losses, the weights read in several ways after each step, and two moving averages.
+        The losses, what was read, and the weights at the end.
     """
     torch.manual_seed(0)
     model: Any = Model()
@@ -142,13 +152,19 @@ def trained(loss_of: Loss, options: dict[str, Any] | None) -> list[Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        for handle in model.__dict__.pop("handles", ()):
+            handle.remove()
+        results.append(loss.detach())
+        if not reads:
+            continue
         average.update(model)
         if step > 1:  # the first read of the model comes late
             averaged.update_parameters(model)
-        results += [loss.detach(), model.layers[1].inner.weight.detach().clone()]
+        results.append(model.layers[1].inner.weight.detach().clone())
         results += [torch.cat([p.flatten() for p in model.layers[2].parameters()]).detach()]
         results += [model.scale.item(), model.layers[3].outer.bias.tolist()]
     results += [*average.values, *(param.detach() for param in averaged.parameters())]
+    results += [param.detach().clone() for param in model.parameters()]
     if options is not None:
         optimizer.close()
         assert {type(param) for param in model.parameters()} == {nn.Parameter}
@@ -216,51 +232,6 @@ def test_resident_parameters_cost_nothing_once_they_are_ready() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("placement", ["resident", "streamed"])
-def test_copies_are_ordinary_and_new(placement: str) -> None:
-    model, optimizer = offloaded(**PLACEMENTS[placement])
-    copied, stored = copy.deepcopy(model), io.BytesIO()
-    torch.save(model, stored)
-    stored.seek(0)
-    copies = [copied, torch.load(stored, weights_only=False), pickle.loads(pickle.dumps(model))]
-    copied_view = copy.deepcopy(model.layers[1].inner.weight.data)
-    optimizer.synchronize()
-    for other in copies:
-        assert {type(param) for param in other.parameters()} == {nn.Parameter}
-        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
-            assert torch.equal(param, expected)
-    assert type(copied_view) is Tensor and torch.equal(copied_view, model.layers[1].inner.weight)
-    optimizer.close()
-
-
-WRITES: list[Callable[[nn.Parameter], object]] = [
-    lambda weight: weight.mul_(2),
-    lambda weight: weight.data.clamp_(-1, 1),
-    lambda weight: weight.detach().copy_(torch.ones(16, 8)),
-    lambda weight: weight.__setitem__(0, 1.0),
-    lambda weight: torch._foreach_mul_([weight], 2),
-    lambda weight: torch.add(torch.ones(16, 8), 1, out=weight),
-    lambda weight: nn.init.normal_(weight),
-    lambda weight: weight.data[0].zero_(),
-]
-
-
-@pytest.mark.parametrize("placement", ["resident", "streamed"])
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_reaches_the_master(
-    write: Callable[[nn.Parameter], object], placement: str
-) -> None:
-    model, optimizer = offloaded(**PLACEMENTS[placement])
-    expected = nn.Parameter(model.layers[1].inner.weight.detach().clone())
-    with torch.no_grad():
-        for weight in (model.layers[1].inner.weight, expected):
-            torch.manual_seed(1)
-            write(weight)
-    assert torch.equal(model.layers[1].inner.weight, expected)
-    assert torch.equal(dict(optimizer.master_weights())["layers.1.inner.weight"], expected)
-    optimizer.close()
-
-
 def test_what_is_read_past_the_class_is_nan_and_never_an_old_value() -> None:
     model, optimizer = offloaded(working="host", device_slots=1)
     with past_the_class():
@@ -301,26 +272,34 @@ class Momentum(nn.Module):
         return (x - target.detach() - 1).square().mean()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_frozen_copy_may_follow_the_trained_one(placement: str) -> None:
-    torch.manual_seed(0)
-    model = Momentum()
+def compare(
+    model: Any, after: Callable[[Any], object] = lambda model: None, **options: Any
+) -> None:
+    """Train a model that computes its loss, and a plain copy, for four steps; `after` each, read or
+    write their weights."""
     plain = copy.deepcopy(model)
-    resident = torch.optim.AdamW(plain.query.parameters(), lr=1e-2, weight_decay=0.0)
-    options = {"device": "cpu", "precision": "fp32", **PLACEMENTS[placement]}
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    resident = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    common: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
     with on_lanes(SeededLanes(0, late=True)):
-        optimizer = ot.offload(model, ot.AdamW(lr=1e-2, weight_decay=0.0), **options)
+        optimizer = ot.offload(model, ot.AdamW(lr=1e-2, weight_decay=0.0), **common, **options)
     x = torch.randn(4, 8)
     for _ in range(4):
         losses = [model(x), plain(x)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
         for loss, each in zip(losses, (optimizer, resident), strict=True):
             loss.backward()
             each.step()
             each.zero_grad()
-        model.follow()
-        plain.follow()
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        after(model)
+        after(plain)
     optimizer.close()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_frozen_copy_may_follow_the_trained_one(placement: str) -> None:
+    torch.manual_seed(0)
+    compare(Momentum(), Momentum.follow, **PLACEMENTS[placement])
 
 
 def test_a_parametrization_that_comes_and_goes_is_no_change() -> None:
@@ -360,22 +339,8 @@ class TaggedHead(nn.Module):
 def test_a_forward_reads_a_parameter_of_another_class_without_a_call() -> None:
     torch.manual_seed(0)
     model = TaggedHead()
-    plain = copy.deepcopy(model)
-    resident = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    with on_lanes(SeededLanes(0, late=True)):
-        optimizer = ot.offload(
-            model, ot.AdamW(lr=1e-2, weight_decay=0.0), device="cpu", precision="fp32"
-        )
+    compare(model)
     assert type(model.head.weight) is Tagged
-    x = torch.randn(4, 8)
-    for _ in range(4):
-        losses = [model(x), plain(x)]
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-        for loss, each in zip(losses, (optimizer, resident), strict=True):
-            loss.backward()
-            each.step()
-            each.zero_grad()
-    optimizer.close()
 
 
 def test_a_read_passes_gradients_though_another_thread_updates_meanwhile(

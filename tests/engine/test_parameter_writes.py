@@ -28,6 +28,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "recomputed": {"working": "host", "activation": "recompute"},
     "state on the device": {"state_on": "device"},
     "speculative": {"update": "speculative", "working": "host"},
+    "speculative, clipped": {"update": "speculative", "clip_norm": 1e9},
 }
 EARLY: dict[str, Any] = {"skip_nonfinite": False}
 """Adam runs inside backward."""
@@ -55,6 +56,9 @@ def writes_in_place(model: Any, optimizer: Any, step: int) -> None:
     model.layers[2].outer.weight[1] = 0.3
     torch._foreach_mul_([*model.layers[3].parameters()], 0.5)
     nn.init.constant_(model.scale, 0.1)
+    weight = model.layers[0].inner.weight
+    torch.add(weight, 0.1, out=weight)
+    model.layers[0].outer.weight.detach().copy_(torch.ones(8, 16))
 
 
 def writes_views_of_data(model: Any, optimizer: Any, step: int) -> None:

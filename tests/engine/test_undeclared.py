@@ -3,7 +3,7 @@ declares them, or is the engine's own operation on views that it declared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,9 @@ import offloadtrain as ot
 from offloadtrain.engine.block import Block, Residency
 from offloadtrain.runtime.lanes import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.base import Operation, Span
+from tests.numerics.comparison import make
 from tests.numerics.models import MODELS, batches, loss_of
-from tests.numerics.test_rerun import RECOMPUTES
-from tests.numerics.test_streaming import Several
+from tests.numerics.test_rerun import RECOMPUTES, Several
 
 
 class WatchedLanes(SequentialLanes):
@@ -130,38 +130,30 @@ CASES = [
         for name in ("tied", "shared", "experts")
     ),
 ]
+RERUN = RECOMPUTES | {
+    "several": lambda: Several(False),
+    "several, reentrant": lambda: Several(True),
+}
 
 
 @pytest.mark.cover(0, 1)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_nothing_touches_weights_undeclared(name: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]()
+    check(MODELS[name], **options)
+
+
+@pytest.mark.parametrize("name", RERUN)
+def test_layers_that_a_user_runs_again(name: str) -> None:
+    check(RERUN[name], working="host")
+
+
+def check(made: Callable[[], nn.Module], **options: Any) -> None:
+    model = make(made)
     with watched(model, **options) as (optimizer, watch):
         with watch:
             steps(optimizer, model)
         assert watch.undeclared == []
         assert watch.accesses > 20
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_users_recompute_over_several_blocks(reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = Several(reentrant)
-    with watched(model, working="host") as (optimizer, watch):
-        with watch:
-            steps(optimizer, model)
-        assert watch.undeclared == [] and watch.accesses > 20
-
-
-@pytest.mark.parametrize("name", RECOMPUTES)
-def test_a_recompute_behind_the_hooks(name: str) -> None:
-    torch.manual_seed(0)
-    model = RECOMPUTES[name]()
-    with watched(model, working="host") as (optimizer, watch):
-        with watch:
-            steps(optimizer, model)
-        assert watch.undeclared == [] and watch.accesses > 20
 
 
 def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

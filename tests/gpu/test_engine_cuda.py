@@ -32,8 +32,7 @@ from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, NAME, offload
 from tests.numerics import test_float8
 from tests.numerics.comparison import follow
 from tests.numerics.models import MODELS, Chain, batches, loss_of
-from tests.numerics.reference import ResidentRun
-from tests.numerics.test_update_modes import DelayedRun
+from tests.numerics.reference import DelayedRun, ResidentRun
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,7 @@ from offloadtrain.integrations.own_model import NoClassError, class_name
 from offloadtrain.model.language_model import OwnModel, Sampling
 from offloadtrain.model.layers import rotate
 from offloadtrain.model.transformer import LossTerms, Transformer, TransformerBlock
-from tests.model.test_documents import LENGTHS, POSITIONS_T
-from tests.model.test_transformer import GPT2, LLAMA, tokens_of
+from tests.model.test_transformer import GPT2, LENGTHS, LLAMA, POSITIONS_T, tokens_of
 
 SHAPES = [dataclasses.replace(shape, objective="mlm") for shape in (LLAMA, GPT2)]
 BOTH = pytest.mark.parametrize("shape", SHAPES, ids=["llama", "gpt2"])

@@ -14,7 +14,6 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels.codec import random_bits, round_bf16
 from offloadtrain.runtime.kernels.scalars import random_key
 from tests import torch_kernels
-from tests.numerics import test_rules
 from tests.numerics.reference import NEVER, SEED, DelayedRun
 from tests.runtime.kernels.test_rules import made
 
@@ -128,25 +127,3 @@ class NarrowMuonRun(MuonRun):
         """What split16 keeps as the working weight: see [Note: State formats]."""
         weight, _ = kernels.codec.split(master.reshape(-1))
         return weight.view(master.shape)
-
-
-def pair(
-    rule: Any = RULE, run: type[MuonRun] = MuonRun, **options: Any
-) -> tuple[Any, ot.OffloadOptimizer, nn.Module]:
-    """Return the plain loop over a copy of the model, and the model offloaded."""
-    return test_rules.pair(rule, run, **options)
-
-
-def assert_same(run: MuonRun, optimizer: ot.OffloadOptimizer, model: nn.Module) -> None:
-    """All that this rank has of fp32 state is the run's, to the bit."""
-    for name, param in model.named_parameters():
-        if optimizer.ranks.is_single:  # otherwise some are in shards
-            assert torch.equal(param, run.params[name]), name
-    extents = optimizer.extents()
-    for name, state in optimizer.named_state():
-        lo, hi = extents[name].lo, extents[name].hi
-        assert list(state) == ["master", *run.moments(name)]
-        expected = {"master": run.master(name)}
-        expected |= {key: run.moment(name, key) for key in run.moments(name)}
-        for key, tensor in state.items():
-            assert torch.equal(tensor.reshape(-1), expected[key].reshape(-1)[lo:hi]), (name, key)

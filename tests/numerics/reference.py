@@ -57,6 +57,7 @@ class ResidentRun:
     fp32_sums: Collection[str] = ()
     """Parameters whose sums are not rounded: those on the host."""
     groups: Callable[[str], dict[str, float]] = lambda name: {}
+    state: str = "fp32"
     skipped: int = 0
     norms: list[float] = field(default_factory=list)
     clipped: list[float] = field(default_factory=list)
@@ -146,6 +147,10 @@ class ResidentRun:
         param = self.trained[name]
         return self.masters[name].detach()[: param.numel()].view(param.shape)
 
+    def moments(self, name: str) -> tuple[str, ...]:
+        """Return the names of a parameter's moments."""
+        return ("exp_avg", "exp_avg_sq")
+
     def moment(self, name: str, key: str) -> Tensor:
         param = self.trained[name]
         state = self.adam.state[self.masters[name]]
@@ -193,6 +198,10 @@ class RuleRun(DelayedRun):
     rule: Any = None
     warmup: int = NEVER
 
+    def moments(self, name: str) -> tuple[str, ...]:
+        moments: tuple[str, ...] = self.rule.moments
+        return moments
+
     def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         defaults = {"fused": True, **self.rule.defaults()}
         params = [{"params": group["params"]} for group in groups]
@@ -203,7 +212,6 @@ class RuleRun(DelayedRun):
 class NarrowRun(ResidentRun):
     """In a narrow format."""
 
-    state: str = ""
     steps: int = 0
     states: dict[str, kernels.State] = field(default_factory=dict)
 

@@ -77,11 +77,6 @@ class Routed(nn.Module):
         return result
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def batches(count: int, seed: int = 0) -> list[Tensor]:
     """Token batches of shape (2, 7), each with tokens of two experts of four."""
     generator = torch.Generator().manual_seed(seed)
@@ -98,41 +93,31 @@ class SkippingRun(ResidentRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.keys = {name: self._keys(name, param) for name, param in self.trained.items()}
-        self.masters = {
-            key: self._master(param if at is None else param[at])
+        self.keys = {
+            name: [f"{name}[{expert}]" for expert in range(len(param))]
+            if "stacked" in name
+            else [name]
             for name, param in self.trained.items()
-            for key, at in zip(self.keys[name], self._places(name), strict=True)
         }
-        # In full precision: `ResidentRun` has rounded the parameters.
-        for name, full in self.full.items():
-            for key, at in zip(self.keys[name], self._places(name), strict=True):
-                local = full if at is None else full[at]
-                self.masters[key].data[: local.numel()].copy_(local.reshape(-1))
-        entries = [
-            {"params": [master], "lr": self.lr, "weight_decay": self.weight_decay}
-            for master in self.masters.values()
-        ]
-        self.adam = self.optimizer_of(entries)
+        full = self.masters  # `ResidentRun` has rounded the parameters
+        self.masters = {
+            key: self._master(part)
+            for name, param in self.trained.items()
+            for key, part in zip(
+                self.keys[name], self._parts(name, full[name][: param.numel()]), strict=True
+            )
+        }
+        self.adam = self.optimizer_of(
+            [
+                {"params": [master], "lr": self.lr, "weight_decay": self.weight_decay}
+                for master in self.masters.values()
+            ]
+        )
         self.used: set[str] = set()
 
-    @property
-    def full(self) -> dict[str, Tensor]:
-        if not hasattr(self, "_full"):
-            self._full = {
-                n: self.masters[n].detach()[: p.numel()].view(p.shape).clone()
-                for n, p in self.trained.items()
-            }
-        return self._full
-
-    def _keys(self, name: str, param: Tensor) -> list[str]:
-        _ = self.full
-        if "stacked" not in name:
-            return [name]
-        return [f"{name}[{expert}]" for expert in range(len(param))]
-
-    def _places(self, name: str) -> list[int | None]:
-        return [None] if len(self.keys[name]) == 1 else list(range(len(self.keys[name])))
+    def _parts(self, name: str, values: Tensor) -> Sequence[Tensor]:
+        """The flat values of each of the parameter's experts."""
+        return values.detach().reshape(len(self.keys[name]), -1).unbind()
 
     def step(
         self, batches: Sequence[object], loss_of: Callable[[nn.Module, object], Tensor]
@@ -146,14 +131,12 @@ class SkippingRun(ResidentRun):
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         for name in self.trained:
-            for key, at in zip(self.keys[name], self._places(name), strict=True):
-                master = self.masters[key]
-                master.grad = None
-                expert = "stacked" in name or "separate" in name
-                if expert and key not in self.used:
-                    continue
-                grad = (sums[name] if at is None else sums[name][at]).reshape(-1) * factor
-                master.grad = F.pad(grad, (0, master.numel() - grad.numel()))
+            parts = self._parts(name, sums[name].reshape(-1) * factor)
+            for key, grad in zip(self.keys[name], parts, strict=True):
+                master, expert = self.masters[key], "stacked" in name or "separate" in name
+                is_used = not expert or key in self.used
+                padded = F.pad(grad, (0, master.numel() - grad.numel()))
+                master.grad = padded if is_used else None
         self.adam.step()
         for name, param in self.trained.items():
             param.data.copy_(self.master(name))

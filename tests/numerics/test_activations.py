@@ -30,7 +30,7 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched, Waited
 from tests import levels
-from tests.numerics.comparison import assert_same, make, pair, train
+from tests.numerics.comparison import assert_same, compare, follow, make, pair, train
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.plan.tracing.measured import most_allocated
@@ -51,14 +51,7 @@ class Dropped(Chain):
 
 @each_policy
 def test_dropout_draws_the_same(activation: str) -> None:
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(Dropped(), activation=activation, working="host")
-    for number, tokens in enumerate(batches(4)):
-        torch.manual_seed(number)
-        expected = resident.step([tokens], loss_of)
-        torch.manual_seed(number)
-        assert train(optimizer, model, [tokens]) == expected
-    assert_same(resident, optimizer, model)
+    compare(Dropped, activation=activation, working="host")
 
 
 def test_inputs_move_once_each_way_and_their_host_memory_is_used_again() -> None:
@@ -276,15 +269,13 @@ class Fused(Layer):
 @pytest.mark.parametrize("activation", ["recompute", "offload"])
 @pytest.mark.parametrize("working", ["device", "host"])
 def test_an_exception_while_running_again_is_survived(activation: str, working: str) -> None:
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(Exploding(), activation=activation, working=working)
+    resident, optimizer, model = pair(make(Exploding), activation=activation, working=working)
     stream = batches(4)
-    assert train(optimizer, model, [stream[0]]) == resident.step([stream[0]], loss_of)
+    follow(resident, optimizer, model, stream[:1])
     model.fuse.explode_at = model.fuse.calls[0] + 2
     with pytest.raises(RuntimeError, match="planted"):
         optimizer.backward(loss_of(model, stream[1]))
-    for tokens in stream[2:]:
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    follow(resident, optimizer, model, stream[2:])
     assert_same(resident, optimizer, model)
 
 
@@ -302,14 +293,12 @@ def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
             raise
 
     monkeypatch.setattr(recompute, "checkpoint", watched)
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(Exploding(), activation="recompute", working="host")
+    resident, optimizer, model = pair(make(Exploding), activation="recompute", working="host")
     model.fuse.explode_at = 1
     with pytest.raises(RuntimeError, match="planted") as raised:
         loss_of(model, batches(1)[0])
     assert not errors
-    for tokens in batches(2):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    follow(resident, optimizer, model, batches(2))
     assert_same(resident, optimizer, model)
     assert raised.value.__traceback__ is not None  # it lives
 

@@ -16,7 +16,6 @@ from torch._functorch import partitioners
 
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.config.offload import OptionError
 from offloadtrain.engine.autograd import compiled
 from offloadtrain.engine.autograd.compiled import CompiledForward
 from offloadtrain.engine.autograd.recompute import RecomputeError
@@ -390,29 +389,3 @@ def test_a_layer_in_pieces_has_no_budget(compiler: CompileCounterWithBackend) ->
         train(optimizer, model, [tokens])
     assert "Set activation = 'recompute'" in raised.value.__notes__[-1]
     optimizer.close()
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a policy": (
-        {"compile_blocks": True, "activation": "selective", "activation_policy": print},
-        "activation_policy and compile_blocks = True: .* set activation_budget",
-    ),
-    "a budget of operations that are not compiled": (
-        {"activation": "selective", "activation_budget": 0.3},
-        "activation_budget = 0.3 and compile_blocks = False",
-    ),
-    "a budget of all": (
-        {"compile_blocks": True, "activation_budget": 0.3},
-        "activation_budget = 0.3 and activation = 'keep'",
-    ),
-    "more than all": (
-        {"compile_blocks": True, "activation": "selective", "activation_budget": 1.5},
-        "activation_budget = 1.5 is more than 1",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        ot.offload(Chain(3), device="cpu", **options)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.model.experts import grouped_linear
 from offloadtrain.step.layout.tiers import Tier
-from tests.numerics.comparison import DTYPES, assert_same, pair, train
+from tests.numerics.comparison import assert_same, compare, follow, pair, train
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_streaming import MODES, block_bytes
 
@@ -44,10 +45,6 @@ class Adapters(Chain):
         self.head.requires_grad_(False)
 
 
-def frozen_of(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-
-
 @pytest.mark.parametrize(
     ("precision", "mode", "activation"),
     [
@@ -62,23 +59,9 @@ def frozen_of(model: nn.Module) -> dict[str, Tensor]:
 def test_adapters_train_with_the_bits_of_a_resident_run(
     precision: str, mode: str, activation: str
 ) -> None:
-    torch.manual_seed(0)
     options: dict[str, Any] = {"clip": 0.5, **MODES[mode]}
-    model = Adapters()
-    before = frozen_of(model.to(DTYPES[precision]))
-    resident, optimizer, model = pair(
-        model, precision, working="host", activation=activation, **options
-    )
     steps = 10 if precision == "fp16" else 4
-    for tokens in batches(steps):
-        expected = resident.step([tokens], loss_of)
-        assert train(optimizer, model, [tokens]) == expected
-    assert_same(resident, optimizer, model)
-    after = frozen_of(model)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    optimizer.close()
-    assert all(torch.equal(before[name], p) for name, p in frozen_of(model).items())
+    compare(Adapters, precision, steps=steps, working="host", activation=activation, **options)
 
 
 def test_frozen_weights_move_up_only_and_have_no_state() -> None:
@@ -123,8 +106,7 @@ def test_frozen_weights_are_saved_and_loaded() -> None:
 def test_blocks_that_stay_keep_their_frozen_weights_on_the_device() -> None:
     resident, optimizer, model = pair(Adapters(), clip=0.5, working="host", resident_blocks=3)
     assert sum(bool(block.frozen) for block in optimizer._blocks) == 3
-    for tokens in batches(3):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    follow(resident, optimizer, model, batches(3))
     assert_same(resident, optimizer, model)
     optimizer.close()
 
@@ -144,3 +126,43 @@ def test_they_count_in_the_limits() -> None:
     stay = [block for block in some._blocks if block.repeated and not block.streamed]
     assert 3 <= len(stay) <= 6
     some.close()
+
+
+# What a step does to an expert that got no tokens. Experts with tokens are among all `MODELS`.
+
+
+class Divided(nn.Module):
+    """Rows are divided among the first and the last of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, rows: Tensor, ends: tuple[int, ...]) -> Tensor:
+        return grouped_linear(rows, self.weight, torch.tensor(ends, dtype=torch.int32)).square()
+
+
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
+@pytest.mark.parametrize("ends", [[(5, 5, 12)] * 3, [(4, 8, 12), (6, 6, 12)]])
+def test_an_expert_without_tokens_only_decays(
+    weight_decay: float, ends: list[tuple[int, ...]]
+) -> None:
+    """As in torch; moments of earlier tokens still move it."""
+    model, plain_model = Divided(), Divided()
+    adam = torch.optim.AdamW(
+        plain_model.parameters(), lr=1e-2, weight_decay=weight_decay, fused=True
+    )
+    groups = [{"params": list(model.parameters()), "weight_decay": weight_decay}]
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), params=groups, device="cpu", precision="fp32")
+    for number, end in enumerate(ends):
+        rows = torch.randn(12, 8, generator=torch.Generator().manual_seed(number))
+        optimizer.backward(model(rows, end).mean())
+        optimizer.step()
+        plain_model(rows, end).mean().backward()
+        adam.step()
+        adam.zero_grad()
+    optimizer.synchronize()
+    assert torch.equal(model.weight, plain_model.weight)
+    unused = len(set(ends)) == 1 and not weight_decay
+    assert torch.equal(model.weight[1], Divided().weight[1]) == unused
+    optimizer.close()

@@ -1,9 +1,7 @@
-"""LAMB offloaded: the paper's update, and the bits of a resident loop over torch's fused AdamW with
-lr times each tensor's trust ratio."""
+"""LAMB: the paper's update. The bits of offloaded runs are in `test_rules.py`."""
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,12 +11,9 @@ import offloadtrain as ot
 from offloadtrain.optim import lamb
 from offloadtrain.runtime import kernels
 from offloadtrain.step.layout.formats import FP32
-from tests.numerics.lamb import CAPPED, LAMB, LambRun, NarrowLambRun, paper_step
+from tests.numerics.lamb import CAPPED, LAMB, paper_step
 from tests.numerics.reference import SEED
-from tests.numerics.test_rules import OPTIONS, check, check_resumed
-from tests.runtime.kernels.test_adam import needs_fma_in_torch
 
-RULES = {"": LAMB, "capped": CAPPED}
 ROWS = [(0, 300, 4), (384, 5000, 7), (5504, 1, 9)]
 """Offset, elements and id of three parameters of a bucket, with padding between them."""
 
@@ -54,7 +49,7 @@ def run_steps(rule: ot.LAMB, state: Any, layout: kernels.Layout, steps: int) -> 
     return grads
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("rule", [LAMB, CAPPED], ids=["", "capped"])
 def test_a_step_is_the_papers(rule: ot.LAMB, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against fp64, after 5 steps: a few roundings of fp32 per step and element. Every backend has
     the same bits."""
@@ -87,38 +82,6 @@ def test_without_a_norm_the_ratio_is_one() -> None:
     still = (torch.ones(128), torch.zeros(128), torch.zeros(128))
     rule.update(FP32, still, torch.zeros(128), None, layout, **first)
     assert torch.equal(still[0], torch.ones(128))
-
-
-# ---- offloaded
-
-
-@needs_fma_in_torch
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
-        ("", "clipped"),
-        ("capped", "speculative"),
-        *(
-            pytest.param(rule, options, marks=pytest.mark.slow)
-            for rule, options in zip(cycle(RULES), OPTIONS, strict=False)
-        ),
-    ],
-)
-def test_offloaded_has_the_bits_of_the_plain_loop(rule: str, options: str) -> None:
-    check(RULES[rule], LambRun, **OPTIONS[options])
-
-
-@pytest.mark.parametrize(
-    ("state", "options"),
-    [("split16", "clipped"), pytest.param("int8", "speculative", marks=pytest.mark.slow)],
-)
-def test_narrow_state_has_the_bits_of_its_definition(state: str, options: str) -> None:
-    check(LAMB, NarrowLambRun, state=state, **OPTIONS[options])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
-    check_resumed(LAMB, LambRun)
 
 
 def test_hyperparameters_out_of_range_are_refused() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
 
-import offloadtrain as ot
-from tests.numerics.comparison import DTYPES, assert_same, follow, make, pair, train
-from tests.numerics.models import MixedReentrant, batches, loss_of
-from tests.numerics.reference import ResidentRun
+from tests.numerics.comparison import DTYPES, assert_same, compare, make, pair, train
+from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
 
 
 @pytest.mark.parametrize("name", ["chain", "tied"])
@@ -49,41 +47,19 @@ def test_a_loss_that_is_divided_already(precision: str) -> None:
 @pytest.mark.parametrize("update", ["exact", "speculative"])
 def test_a_second_delivery_in_one_backward_is_added(update: str) -> None:
     """A guess for its block is undone."""
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(MixedReentrant(), "bf16", update=update)
-    follow(resident, optimizer, model, batches(4))
-    assert_same(resident, optimizer, model)
+    compare(MixedReentrant, update=update)
 
 
-def test_groups_have_their_own_hyperparameters() -> None:
-    def of(name: str) -> dict[str, float]:
-        return {"lr": 3e-2, "weight_decay": 0.0} if name.endswith(("bias", "norm.weight")) else {}
-
-    model = make("chain")
-    plain_model = copy.deepcopy(model)
-    resident = ResidentRun(plain_model, torch.bfloat16, groups=of)
-    plain = [p for n, p in model.named_parameters() if not of(n)]
-    other = [p for n, p in model.named_parameters() if of(n)]
-    optimizer = ot.offload(
-        model,
-        ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-        params=[{"params": plain}, {"params": other, "lr": 3e-2, "weight_decay": 0.0}],
-        device="cpu",
-    )
-    for tokens in batches(3):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    assert_same(resident, optimizer, model)
-
-
-def test_a_scheduler_of_torch_drives_the_learning_rate() -> None:
-    resident, optimizer, model = pair(make("chain"))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    plain_schedule = torch.optim.lr_scheduler.CosineAnnealingLR(resident.adam, 5)
-    for tokens in batches(4):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        schedule.step()
-        plain_schedule.step()
-    assert_same(resident, optimizer, model)
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [MixedReentrant, MODELS["skipping"]])
+def test_sums_on_the_device_of_gradients_that_come_twice_or_not_at_all(made: Any) -> None:
+    results = []
+    for sums_on in ("host", "device"):
+        _, optimizer, model = pair(make(made), accum=2, clip=0.5, sums_on=sums_on)
+        stream = batches(8)
+        losses = [train(optimizer, model, stream[at : at + 2]) for at in range(0, 8, 2)]
+        results.append((losses, optimizer.grad_norm))
+    assert results[0] == results[1]
 
 
 def test_an_early_step_applies_what_was_accumulated() -> None:

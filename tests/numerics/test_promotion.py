@@ -24,6 +24,7 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
+from tests import levels
 from tests.numerics.comparison import (
     ADAMW,
     assert_equal,
@@ -87,6 +88,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("late", [False, True], ids=["drawn", "late"])
 def test_promoted_and_moved_back(name: str, late: bool, device: Device) -> None:

@@ -26,8 +26,9 @@ from offloadtrain.engine.autograd.recompute import Rewind, RewindError
 from offloadtrain.engine.autograd.saved_tensors import ChangedInPlaceError
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.step.program.streaming import StreamError
 from tests import levels
-from tests.numerics.comparison import assert_same, pair, poisoned, train
+from tests.numerics.comparison import assert_same, compare, follow, make, pair, poisoned, train
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_streaming import MODES
 
@@ -88,21 +89,25 @@ RECOMPUTES: dict[str, Callable[[], Chain]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "slots", "mode"), levels.array([*RECOMPUTES], [2, 3], [*MODES]))
-def test_a_recompute_behind_the_hooks_streams_with_the_same_bits(
-    name: str, slots: int, mode: str
+PLACED: dict[str, dict[str, Any]] = {
+    "2 slots": {"working": "host", "device_slots": 2},
+    "3 slots": {"working": "host", "device_slots": 3},
+    "resident": {},
+    "recomputed": {"activation": "recompute"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "mode"), levels.array([*RECOMPUTES], [*PLACED], [*MODES])
+)
+def test_a_recompute_behind_the_hooks_has_the_same_bits(
+    name: str, placement: str, mode: str
 ) -> None:
-    torch.manual_seed(0)
-    options = {"clip": 0.5} | MODES[mode]
     with on_lanes(poisoned()):
         resident, optimizer, model = pair(
-            RECOMPUTES[name](), accum=2, working="host", device_slots=slots, **options
+            make(RECOMPUTES[name]), accum=2, **{"clip": 0.5, **PLACED[placement], **MODES[mode]}
         )
-        stream = batches(8)
-        for step in range(4):
-            micro = stream[2 * step : 2 * step + 2]
-            assert train(optimizer, model, micro) == resident.step(micro, loss_of)
-            assert optimizer.grad_norm == resident.norms[-1]
+        follow(resident, optimizer, model, batches(8), 2)
         if name != "wrapped":  # which has other names for its parameters than its model
             assert_same(resident, optimizer, model)
 
@@ -132,22 +137,47 @@ class InPairs(Chain):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("model", [EveryOther, InPairs])
-def test_one_slot_is_enough_where_layers_take_turns(model: Callable[[int], Chain]) -> None:
-    torch.manual_seed(0)
-    resident, optimizer, offloaded = pair(model(6), working="host", device_slots=1, clip=0.5)
-    for tokens in batches(3):
-        assert train(optimizer, offloaded, [tokens]) == resident.step([tokens], loss_of)
-    assert_same(resident, optimizer, offloaded)
+class Several(Chain):
+    """A user's recompute over several blocks at once."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(6)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for start in (0, 3):
+
+            def run(x: Tensor, start: int = start) -> Tensor:
+                for layer in self.layers[start : start + 3]:
+                    x = layer(x)
+                return x
+
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize(("name", "activation"), levels.array([*RECOMPUTES], ["keep", "recompute"]))
-def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: str) -> None:
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(RECOMPUTES[name](), activation=activation, clip=0.5)
-    for tokens in batches(3):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        assert optimizer.grad_norm == resident.norms[-1]
+@pytest.mark.parametrize(
+    ("model", "slots"),
+    [
+        (partial(EveryOther, 6), 1),
+        (partial(InPairs, 6), 1),
+        (partial(Several, True), 1),
+        (partial(Several, True), 2),
+        (partial(Several, False), 2),
+        (partial(Several, False), 3),
+    ],
+)
+def test_a_users_recompute_over_layers(model: Callable[[], nn.Module], slots: int) -> None:
+    """Few slots are enough where layers take turns."""
+    compare(model, working="host", device_slots=slots, clip=0.5)
+
+
+def test_a_node_that_recomputes_other_blocks_keeps_its_own() -> None:
+    """It has unpacked a weight when another saved tensor of it makes three blocks run again."""
+    _, optimizer, model = pair(Several(False), working="host", device_slots=1)
+    with pytest.raises(StreamError, match="set device_slots = 2"):
+        train(optimizer, model, batches(1))
 
 
 @pytest.mark.parametrize(("name", "slots"), list(zip(RECOMPUTES, cycle([2, 3]), strict=False)))
@@ -278,10 +308,10 @@ class Caching(Chain):
 def test_a_forward_that_changes_its_inputs_runs_again_over_what_it_got(
     activation: str, working: str
 ) -> None:
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(Caching(), activation=activation, working=working, clip=0.5)
+    how: dict[str, Any] = {"activation": activation, "working": working, "clip": 0.5}
+    resident, optimizer, model = pair(make(Caching), **how)
     for tokens in batches(3):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+        follow(resident, optimizer, model, [tokens])
         assert model.cache.calls == DEPTH and model.layer_calls == resident.model.layer_calls
         assert [len(keys) for keys in model.cache.keys] == [1, 1, 2, 1, 1]
     assert_same(resident, optimizer, model)

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import offloadtrain as ot
-from offloadtrain.config.offload import OptionError
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.autograd.selective import PolicyError, Selection
 from tests import levels
@@ -324,24 +323,6 @@ def compiled_layers() -> Chain:
     for layer in model.layers:
         layer.compile(backend="eager")
     return model
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a word for a policy": (
-        {"activation": "selective", "activation_policy": "mm"},
-        "activation_policy = 'mm' is no function",
-    ),
-    "a policy without it": (
-        {"activation_policy": save_all},
-        r"activation_policy = .* and activation = 'keep'",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_contradicts_it_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        ot.offload(Chain(3), device="cpu", **options)
 
 
 def test_layers_that_are_compiled_already_are_refused_by_name() -> None:

@@ -21,28 +21,29 @@ from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.step.layout.formats import ADAM_MOMENTS as ADAM
 from tests import torch_kernels
 from tests.losing_lanes import LosingLanes
-from tests.numerics.comparison import ADAMW, DTYPES
+from tests.numerics import comparison
+from tests.numerics.comparison import ADAMW, DTYPES, follow, make, train
 from tests.numerics.reference import SEED, DelayedRun, NarrowRuleRun
-from tests.numerics.skipping import PATTERNS, Routed, SkippingRun, batches, loss_of
+from tests.numerics.skipping import PATTERNS, Routed, SkippingRun, batches
 
 
 def pair(
     precision: str = "bf16", *, accum: int = 1, clip: float | None = None, **options: Any
 ) -> tuple[SkippingRun, ot.OffloadOptimizer, Routed]:
-    torch.manual_seed(0)
-    model = Routed()
+    model = make(Routed)
     plain_model = copy.deepcopy(model)
     optimizer = offloaded(model, precision, accum=accum, clip=clip, **options)
-    resident = SkippingRun(
-        plain_model, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale
-    )
+    kind = DelayedSkippingRun if options.get("update") == "delayed" else SkippingRun
+    scale = optimizer.loss_scale
+    resident = kind(plain_model, DTYPES[precision], clip_norm=clip, scale=scale)
+    resident.warmup = options.get("warmup_steps", 0)
     return resident, optimizer, model
 
 
 def offloaded(model: Routed, precision: str, *, accum: int, clip: float | None, **options: Any):
     return ot.offload(
         model,
-        ot.AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        ADAMW,
         device="cpu",
         precision=precision,
         clip_norm=clip,
@@ -52,24 +53,13 @@ def offloaded(model: Routed, precision: str, *, accum: int, clip: float | None, 
     )
 
 
-def train(optimizer: ot.OffloadOptimizer, model: Routed, micro: list[torch.Tensor]) -> list[float]:
-    losses = []
-    for tokens in micro:
-        loss = loss_of(model, tokens)
-        losses.append(loss.item())
-        optimizer.backward(loss)
-    optimizer.step()
-    return losses
+class DelayedSkippingRun(DelayedRun, SkippingRun):
+    """Both definitions at once."""
 
 
 def assert_same(resident: SkippingRun, optimizer: ot.OffloadOptimizer, model: Routed) -> None:
-    optimizer.synchronize()
-    for name, param in model.named_parameters():
-        assert torch.equal(param, resident.params[name]), name
-    for name, state in optimizer.named_state():
-        assert torch.equal(state["master"], resident.master(name)), name
-        for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(state[moment], resident.moment(name, moment)), (name, moment)
+    """Weights, state and the steps of each expert."""
+    comparison.assert_same(resident, optimizer, model)
     for name, param in model.named_parameters():
         steps = optimizer.state[param]["step"].reshape(-1).tolist()
         assert steps == resident.steps(name), name
@@ -77,11 +67,7 @@ def assert_same(resident: SkippingRun, optimizer: ot.OffloadOptimizer, model: Ro
 
 def compare(precision: str, *, accum: int = 1, steps: int, **options: Any) -> None:
     resident, optimizer, model = pair(precision, accum=accum, **options)
-    stream = batches(steps * accum)
-    for step in range(steps):
-        micro = stream[step * accum : (step + 1) * accum]
-        assert train(optimizer, model, micro) == resident.step(micro, loss_of)
-        assert optimizer.grad_norm == resident.norms[-1]
+    follow(resident, optimizer, model, batches(steps * accum), accum)
     assert resident.skipped < steps
     assert_same(resident, optimizer, model)
     every = {step for name in model.state_dict() for step in resident.steps(name)}
@@ -101,6 +87,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "early, streamed": {"skip_nonfinite": False, "working": "host"},
     "recompute": {"activation": "recompute", "working": "host", "clip": 0.3},
     "sums on the device": {"sums_on": "device", "accum": 2},
+    "delayed": {"update": "delayed", "clip": 0.3},
+    "delayed, streamed": {"update": "delayed", "warmup_steps": 2, "working": "host", "clip": 0.3},
     "fp16": {"precision": "fp16", "clip": 0.3, "accum": 2},
     "fp32": {"precision": "fp32"},
     "state on the disk": {"state_on": "disk", "clip": 0.3},
@@ -118,26 +106,6 @@ def test_the_bits_of_a_loop_that_skips(place: str, tmp_path: Path) -> None:
     if options.get("state_on") == "disk":
         options |= {"scratch_dir": str(tmp_path), "scratch_in_memory": True}
     compare(steps=10 if options["precision"] == "fp16" else 6, **options)
-
-
-class DelayedSkippingRun(DelayedRun, SkippingRun):
-    """Both definitions at once."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("warmup", [0, 2])
-@pytest.mark.parametrize("working", ["device", "host"])
-def test_delayed(working: str, warmup: int) -> None:
-    plain, optimizer, model = pair(
-        "bf16", clip=0.3, update="delayed", warmup_steps=warmup, working=working
-    )
-    torch.manual_seed(0)
-    run = DelayedSkippingRun(Routed(), plain.dtype, clip_norm=0.3)
-    run.warmup = warmup
-    for tokens in batches(7):
-        assert train(optimizer, model, [tokens]) == run.step([tokens], loss_of)
-    run.flush()
-    assert_same(run, optimizer, model)
 
 
 @dataclass
@@ -179,13 +147,8 @@ def test_narrow_state(state: str, working: str) -> None:
     )
     options = {"state": state, "seed": SEED, "working": working}
     optimizer = offloaded(model, "bf16", accum=1, clip=0.3, **options)
-    for tokens in batches(6):
-        assert train(optimizer, model, [tokens]) == run.step([tokens], loss_of)
-    optimizer.synchronize()
-    for name, actual in optimizer.named_state():
-        fields = run.states[name]
-        for spec, expected in zip(fields.format.fields(ADAM), fields, strict=True):
-            assert torch.equal(actual[spec.name].reshape(-1), expected), (name, spec.name)
+    follow(run, optimizer, model, batches(6))
+    comparison.assert_same(run, optimizer, model)
 
 
 def everything(optimizer: ot.OffloadOptimizer, model: Routed) -> dict[str, Tensor]:
@@ -255,9 +218,9 @@ def test_unused_experts_cross_no_bus_upwards_and_no_memory_of_their_state_change
     for number, tokens in enumerate(batches(4)):
         before = {bucket.name: bucket.state[0].flat.clone() for bucket in experts}
         up = optimizer.lanes.totals.h2d_bytes
-        train(optimizer, model, [tokens])
+        follow(resident, optimizer, model, [tokens])
         optimizer.synchronize()
-        used = resident.step([tokens], loss_of) and resident.used
+        used = resident.used
         unused = sum(
             resident.trained[name].numel() // len(keys) * 2
             for name, keys in resident.keys.items()

@@ -17,7 +17,6 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import ConfigError, DiskError
-from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.runtime import disk_arena
 from offloadtrain.runtime.lanes import Lane, LaneError
 from offloadtrain.step.layout.step_spec import STATE_SLOTS
@@ -242,34 +241,3 @@ def test_a_folder_in_memory_is_refused(
     with pytest.raises(DiskError, match="is on tmpfs, which is host memory"):
         trained(3, **disk | {"scratch_in_memory": False})
     trained(3, **disk).close()
-
-
-@pytest.mark.slow
-def test_state_on_the_disk_is_not_salvaged(disk: dict[str, Any]) -> None:
-    optimizer = trained(3, **disk)
-    with pytest.raises(SalvageError, match=r"the state of (\d+) of \1 buckets was on the disk"):
-        optimizer.salvage(RuntimeError("lost"))
-    optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"update": "speculative"}, "a second copy of the state in host memory"),
-        ({"checkpoint_spill": 1 << 20}, "none is there"),
-        ({"scratch_dir": None}, "without scratch_dir"),
-        ({"scratch_dir": None, "state_on": {"disk": 0.5}}, "without scratch_dir"),
-        ({"state_on": "host"}, "is for state on the disk"),
-        ({"state_on": "host", "working": "disk", "update": "speculative"}, "working = 'disk'"),
-        ({"state_on": "host", "working": "disk", "scratch_dir": None}, "without scratch_dir"),
-        ({"state_on": "host", "working": "disk", "grad_on": "disk"}, "where its state is"),
-        ({"grad_on": "disk", "update": "delayed"}, "grad_on = 'host'"),
-        ({"grad_on": "dist"}, "did you mean disk"),
-        ({"state_on": "device", "working": "disk"}, "updated on the host"),
-    ],
-)
-def test_what_has_no_meaning_there(
-    disk: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        ot.offload(Chain(), device="cpu", **disk | options)

@@ -4,23 +4,18 @@ more blocks on the device than slots, and the bytes that this costs."""
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
 from offloadtrain.engine.block import Block
 from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program.streaming import StreamError
-from tests.numerics.comparison import (
-    assert_same,
-    make,
-    pair,
-    train,
-)
+from tests.numerics.comparison import compare, follow, make, pair, train
 from tests.numerics.models import Chain, Layer, batches, loss_of
 
 MODES: dict[str, dict[str, Any]] = {
@@ -150,48 +145,7 @@ def test_blocks_used_inside_of_each_other_need_a_slot_each() -> None:
     with pytest.raises(StreamError, match="set device_slots = 2"):
         _, optimizer, model = pair(Nested(), working="host", device_slots=1)
         train(optimizer, model, batches(1))
-    resident, optimizer, model = pair(Nested(), working="host", device_slots=2)
-    for tokens in batches(3):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    assert_same(resident, optimizer, model)
-
-
-class Several(Chain):
-    """A user's recompute over several blocks at once."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(6)
-        self.reentrant = reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for start in (0, 3):
-
-            def run(x: Tensor, start: int = start) -> Tensor:
-                for layer in self.layers[start : start + 3]:
-                    x = layer(x)
-                return x
-
-            x = checkpoint(run, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
-@pytest.mark.parametrize(("reentrant", "slots"), [(True, 1), (True, 2), (False, 2), (False, 3)])
-def test_a_users_recompute_over_several_blocks(reentrant: bool, slots: int) -> None:
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(
-        Several(reentrant), working="host", device_slots=slots, clip=0.5
-    )
-    for tokens in batches(4):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    assert_same(resident, optimizer, model)
-
-
-def test_a_node_that_recomputes_other_blocks_keeps_its_own() -> None:
-    """It has unpacked a weight when another saved tensor of it makes three blocks run again."""
-    _, optimizer, model = pair(Several(False), working="host", device_slots=1)
-    with pytest.raises(StreamError, match="set device_slots = 2"):
-        train(optimizer, model, batches(1))
+    compare(Nested, working="host", device_slots=2)
 
 
 def test_another_order_is_right_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,12 +160,8 @@ def test_another_order_is_right_and_told_once(caplog: pytest.LogCaptureFixture) 
             self.turn += 1
             return self.head(self.norm(x))
 
-    torch.manual_seed(0)
     with caplog.at_level(logging.WARNING, logger="offloadtrain"):
-        resident, optimizer, model = pair(Shuffled(5), working="host")
-        for tokens in batches(7):
-            assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    assert_same(resident, optimizer, model)
+        compare(partial(Shuffled, 5), steps=7, working="host")
     assert sum("another order" in record.message for record in caplog.records) == 1
 
 
@@ -248,10 +198,8 @@ def test_pieces_of_other_memory_formats(monkeypatch: pytest.MonkeyPatch) -> None
                 x = layer(x)
             return self.head(self.norm(x))
 
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(Odd(), "fp32")
-    for tokens in batches(3):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+    resident, optimizer, model = pair(make(Odd), "fp32")
+    follow(resident, optimizer, model, batches(3))
     optimizer.synchronize()
     for name, param in model.named_parameters():
         assert torch.equal(param, resident.params[name]), name

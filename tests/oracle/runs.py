@@ -30,7 +30,6 @@ from tests.numerics import skipping
 from tests.numerics.models import MODELS, Chain, Experts, Layer, MixedReentrant, batches
 from tests.oracle.canonical import canonical
 from tests.oracle.cases import MESHES, Case
-from tests.oracle.renamed import as_recorded
 from tests.oracle.scripts import Loop
 
 PIECE_BYTES = 4000
@@ -164,7 +163,7 @@ def recorded(case: Case, limit: int | None = None) -> str:
 
         loop = offloaded(case, lanes, limit or ROOM, folder)
         loop.run()
-        programs = [as_recorded(each.program) for each in made]
+        programs = [each.program for each in made]
         loop.close()
     if faults := [fault for program in programs for fault in prove(program)]:
         raise RaceError(f"{case.name}: {len(faults)} faults, the first ones {faults[:5]}")

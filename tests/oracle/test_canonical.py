@@ -109,39 +109,6 @@ def test_another_order_on_a_lane_counts(case: Case) -> None:
     assert changed > 10
 
 
-@each_example
-def test_addresses_do_not_count(case: Case) -> None:
-    entries = program(case)
-    elsewhere = [
-        moved(e, lambda b: replace(b, lo=b.lo + 7 * 4096, hi=b.hi + 7 * 4096)) for e in entries
-    ]
-    assert canonical(elsewhere) == canonical(entries)
-
-
-@each_example
-def test_the_order_of_launches_between_lanes_does_not_count(case: Case) -> None:
-    """All that is asked of one lane comes as late as somebody waits for it."""
-    entries = program(case)
-    later = [as_late_as_can_be(entries, lane) for lane in (Lane.D2H, Lane.HOST)]
-    assert any(late != list(entries) for late in later)
-    assert all(canonical(late) == canonical(entries) for late in later)
-
-
-def as_late_as_can_be(entries: Sequence[Entry], lane: Lane) -> list[Entry]:
-    late: list[Entry] = []
-    delayed: list[Entry] = []
-    for entry in entries:
-        if lane_of(entry) is lane:
-            delayed.append(entry)
-            continue
-        events = {e.event for e in delayed if isinstance(e, Recorded)}
-        if lane_of(entry) is None or (isinstance(entry, Waited) and entry.event in events):
-            late += delayed
-            delayed = []
-        late.append(entry)
-    return [*late, *delayed]
-
-
 def recorded(body: Callable[[RecordingLanes], None]) -> list[str]:
     lanes = RecordingLanes(SequentialLanes())
     body(lanes)

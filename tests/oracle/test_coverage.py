@@ -7,7 +7,7 @@ of the tests compares, contain all kinds; the other cases need not.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import get_args
 
@@ -19,7 +19,6 @@ from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.operations import Kind, Operation
 from tests.oracle.cases import COVERING
 from tests.oracle.programs import known
-from tests.oracle.renamed import BUFFERS, OPERATIONS, Names
 from tests.oracle.runs import recorded
 
 NOT_OF_ENGINES = {Kind.DECIDE}
@@ -100,10 +99,8 @@ def test_every_lane_is_recorded() -> None:
 
 
 def test_every_kind_is_recorded() -> None:
-    names = Names(OPERATIONS)
-    recorded = {names.before(kind): kind for kind in Kind}
-    bases = {within(name, recorded) for _, name, _ in operations()} - {""}
-    assert set(Kind) - {recorded[base] for base in bases} == NOT_OF_ENGINES
+    recorded = {within(name, [*Kind]) for _, name, _ in operations()}
+    assert set(Kind) - recorded == NOT_OF_ENGINES
 
 
 def test_every_memory_is_recorded() -> None:
@@ -141,14 +138,11 @@ def expected() -> Iterator[tuple[Kind, str]]:
 
 @cache
 def touched() -> frozenset[tuple[str, str]]:
-    """Return (kind of operation, buffer) of each access, by their names of today."""
-    operation, buffer = Names(OPERATIONS), Names(BUFFERS)
-    kinds = {operation.before(kind): kind.value for kind in Kind}
+    """Return (kind of operation, buffer) of each access."""
     names = {name for _, name in expected()}
     names |= {re.sub("^slot 0", f"slot {slot}", name) for name in names for slot in (1, 2)}
-    buffers = {buffer.before(name): name for name in names}
     return frozenset(
-        (kinds.get(within(name, kinds), ""), buffers.get(within(each, buffers), each))
+        (within(name, [*Kind]), within(each, names) or each)
         for _, name, accesses in operations()
         for each in accesses
     )
@@ -173,7 +167,7 @@ def parse(line: str) -> tuple[Lane, str, tuple[str, ...]] | None:
     return Lane(lane), name, tuple(re.sub(r"\[\d*:?\d*\]$", "", each) for each in accesses)
 
 
-def within(name: str, bases: dict[str, Kind] | dict[str, str]) -> str:
+def within(name: str, bases: Collection[str]) -> str:
     """Return the longest of the bases that the name begins with; "" if there is none."""
     fitting = [base for base in bases if re.match(re.escape(base) + r"($|[ \[#])", name)]
     return max(fitting, key=len, default="")

@@ -19,8 +19,8 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.reference import GROUPS, own_batches
+from tests.numerics.comparison import train
 from tests.numerics.models import Chain, loss_of
-from tests.numerics.test_offload import train
 from tests.parallel.messages import message_of, warnings_of
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from offloadtrain.step.layout.formats import ADAM_MOMENTS, format_for
 from offloadtrain.step.layout.placement import lay_out
 from offloadtrain.step.layout.state_tiers import candidates, first_on_device
 from offloadtrain.step.layout.step_spec import SPILL_BLOCK, STAGING_BYTES, StepSpec
-from offloadtrain.step.program.operations import Operations
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Operation, Operations
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 
@@ -160,3 +160,24 @@ def cases(draw: st.DrawFn, *, most_blocks: int = 4, most_ranks: int = 4) -> Case
         spec = replace(spec, copies=draw(st.sampled_from([1, 1, 2])))
     rank = draw(st.integers(0, ranks - 1))
     return Case(spec, rank, draw(st.sampled_from([STAGING_BYTES, PIECES])))
+
+
+# Parts of what a program has said.
+
+
+def launches(operations: Iterable[Operation], *kinds: Kind) -> list[Launch]:
+    return [op for op in operations if isinstance(op, Launch) and op.kind in kinds]
+
+
+def lane(operations: Iterable[Operation], which: Lane) -> list[str]:
+    return [op.name for op in operations if isinstance(op, Launch) and op.lane is which]
+
+
+def by_step(operations: Operations) -> list[Operations]:
+    """Each ends with the `DECIDE` of its step; what comes behind the last one is the last."""
+    result: list[Operations] = [[]]
+    for op in operations:
+        result[-1].append(op)
+        if isinstance(op, Launch) and op.kind is Kind.DECIDE:
+            result.append([])
+    return result

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.operations import (
     Dependencies,
-    HostWait,
     Kind,
     Lane,
     Launch,
     Operations,
-    Record,
     Ref,
     Undefined,
     Wait,
@@ -54,48 +52,6 @@ def kinds(operations: Operations) -> list[str]:
     return [type(op).__name__ for op in operations]
 
 
-def test_an_event_that_another_one_covers_needs_no_wait() -> None:
-    """The first one is recorded late, and its lane knows as many operations as the other."""
-    order = Dependencies()
-    launch(order, Lane.D2H, "x", writes="c", late=True)
-    launch(order, Lane.D2H, "x", writes="a")
-    launch(order, Lane.COMPUTE, "x", writes="a")
-    order.host_wait(order.record(Lane.HOST, "somebody"), "the thread")
-    order.take()
-    launch(order, Lane.HOST, "x", writes="ca")
-    assert waits(order.take()) == [("host", "compute")]
-
-
-def test_a_reader_waits_for_the_writer_and_says_why() -> None:
-    order = Dependencies()
-    launch(order, Lane.D2H, "x", writes="a")
-    launch(order, Lane.HOST, "y", reads="a")
-    operations = order.take()
-    assert kinds(operations) == ["Launch", "Record", "Wait", "Launch", "Record"]
-    assert isinstance(operations[2], Wait) and isinstance(operations[1], Record)
-    assert operations[2].event is operations[1].event
-    assert str(operations[2]) == "add y reads what add x writes"
-    assert order.take() == []
-
-
-def test_a_writer_waits_for_every_reader_and_for_the_writer() -> None:
-    order = Dependencies()
-    launch(order, Lane.D2H, "w", writes="a")
-    order.take()
-    launch(order, Lane.HOST, "x", reads="a")
-    launch(order, Lane.H2D, "y", reads="a")
-    launch(order, Lane.COMPUTE, "z", writes="a")
-    operations = order.take()
-    assert waits(operations)[:2] == [("host", "d2h"), ("h2d", "d2h")]
-    # They know that the writer is done.
-    assert sorted(waits(operations)[2:]) == [("compute", "h2d"), ("compute", "host")]
-    whys = [str(op) for op in operations if isinstance(op, Wait) and op.lane is Lane.COMPUTE]
-    assert sorted(whys) == [
-        "add z overwrites what add x reads",
-        "add z overwrites what add y reads",
-    ]
-
-
 def test_an_event_that_is_recorded_late_knows_what_its_lane_has_learned_since() -> None:
     order = Dependencies()
     launch(order, Lane.COMPUTE, "x", reads="b", writes="a")
@@ -104,20 +60,6 @@ def test_an_event_that_is_recorded_late_knows_what_its_lane_has_learned_since() 
     order.take()
     launch(order, Lane.HOST, "z", writes="b")
     assert waits(order.take()) == [("host", "d2h")]
-
-
-def test_all_lanes_know_what_the_thread_has_waited_for() -> None:
-    order = Dependencies()
-    launch(order, Lane.D2H, "x", writes="a")
-    launch(order, Lane.HOST, "y", reads="a", writes="b")
-    event = order.last_write(memory("b"))
-    assert event is not None
-    order.host_wait(event, "the thread")
-    operations = order.take()
-    assert isinstance(operations[-1], HostWait) and operations[-1].event is event
-    launch(order, Lane.H2D, "z", reads="ab")
-    launch(order, Lane.COMPUTE, "z", writes="a")
-    assert waits(order.take()) == [("compute", "h2d")]
 
 
 def test_nobody_waits_for_what_was_before_every_lane_was_empty() -> None:
@@ -151,19 +93,6 @@ def test_a_late_event_is_recorded_when_somebody_waits() -> None:
     assert kinds(order.take()) == ["Record", "Wait", "Launch", "Record"]
     launch(order, Lane.HOST, "z", writes="b")  # which the event stands for too
     assert waits(order.take()) == []
-
-
-def test_a_point_on_a_lane_is_recorded_once() -> None:
-    """Until the lane is given more, or code may have run on it that was not launched."""
-    order = Dependencies()
-    event = order.record(Lane.COMPUTE, "somebody")
-    assert order.record(Lane.COMPUTE, "somebody") is event
-    assert order.record(Lane.HOST, "somebody") is not event
-    assert kinds(order.take()) == ["Record", "Record"]
-    later = order.record(Lane.COMPUTE, "somebody")
-    assert later is not event
-    launch(order, Lane.COMPUTE, "x")
-    assert order.record(Lane.COMPUTE, "somebody") is not later
 
 
 def test_code_that_is_not_launched() -> None:

@@ -20,8 +20,17 @@ from offloadtrain.step.program.operations import (
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from tests import levels
-from tests.step.launched import by_step, lane, launches
-from tests.step.specs import PIECES, UPDATES, Case, cases, chain, staging_of
+from tests.step.specs import (
+    PIECES,
+    UPDATES,
+    Case,
+    by_step,
+    cases,
+    chain,
+    lane,
+    launches,
+    staging_of,
+)
 
 STEPS = 3
 

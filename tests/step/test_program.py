@@ -23,8 +23,7 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import prove_operations
 from tests import levels
-from tests.step.launched import launches
-from tests.step.specs import UPDATES, Case, block, cases, chain, laid_out, staging_of
+from tests.step.specs import UPDATES, Case, block, cases, chain, laid_out, launches, staging_of
 from tests.step.user import ODD, User
 
 STEPS = 3

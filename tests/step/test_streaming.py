@@ -17,8 +17,7 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError, Streaming
 from offloadtrain.step.proof.drive import steps
 from tests import levels
-from tests.step.launched import by_step, launches
-from tests.step.specs import UPDATES, block, chain, laid_out
+from tests.step.specs import UPDATES, block, by_step, chain, laid_out, launches
 
 
 class Slots:

@@ -152,7 +152,9 @@ def build(
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(
-        lanes, ranges, functions, residency, unsalvageable=spec.lost_with_device
+        *(lanes, ranges, functions, residency.changes),
+        describe_lost_rank=residency.describe_lost_rank,
+        unsalvageable=spec.lost_with_device,
     )
     in_order = division.in_order
     gradients = Gradients(blocks, program, interpreter, functions, ranks, in_order=in_order)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,18 +85,6 @@ class PhaseGuard:
                 f"{what} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
                 "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
             )
-
-
-class PendingNorm(NamedTuple):
-    """A step whose squares are sent.
-
-    Attributes:
-        receive: waits for the squares of the other ranks, and returns the norm.
-        micro_steps: of the step.
-    """
-
-    receive: Callable[[], Norm]
-    micro_steps: int
 
 
 class StepGradients:
@@ -405,30 +393,29 @@ class Engine:
         self.residency.restart()
         return self._conclude(norm, decision, micro_steps)
 
-    def send_squares(self) -> PendingNorm:
-        """The first half of step(), where steps overlap: all gradients of the step are here, and
-        `decide` waits for the squares of the other ranks.
+    def send_squares(self) -> Callable[[bool], StepReport]:
+        """The first half of step(), where steps overlap: all gradients of the step are here.
+
+        Returns:
+            The second half: waits for the squares of the other ranks, skips (if True, in any case)
+            or clips, and launches Adam and what the update mode uploads at once. The next step's
+            gradients may have begun to arrive. It raises RankError where ranks disagree.
 
         Raises:
             EngineError: without a backward since the last step.
         """
         self.guard.require_open("step")
         # Waits for the host's last norm here, and not for any other rank.
-        pending = PendingNorm(self.step_gradients.send("step"), self.gradients.micro_steps)
+        receive, micro_steps = self.step_gradients.send("step"), self.gradients.micro_steps
         self.gradients.drop(in_flight=False)
         self.program.close_sums()
-        return pending
 
-    def decide(self, pending: PendingNorm, *, skip: bool = False) -> StepReport:
-        """The second half of step(): wait for the norm, skip or clip, then launch Adam and what the
-        update mode uploads at once. The next step's gradients may have begun to arrive.
+        def decide(skip: bool) -> StepReport:
+            # All have sent before the microbatch came that is about to run here.
+            norm = receive()
+            return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
 
-        Raises:
-            RankError: ranks disagree about the step.
-        """
-        # All have sent before the microbatch came that is about to run here.
-        norm = pending.receive()
-        return self._conclude(norm, self._launch_update(norm, skip=skip), pending.micro_steps)
+        return decide
 
     def publish_weights(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""

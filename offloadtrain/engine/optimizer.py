@@ -159,11 +159,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         counter.shown = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
         counter.count_from(counter.steps)
         self._fill_state()
-        self._attach(casts or [])
         alive = weakref.ref(self)
         self._engine.successor = lambda: None if (some := alive()) is None else some._follow()
-
-    def _attach(self, casts: list[Removable]) -> None:
         model, engine, cast_inputs = self.model, self._engine, self.config.activations.cast_inputs
         slots = [slot for block in self._blocks for b in block.all_buckets for slot in b.slots]
         engine.attached += [

@@ -211,6 +211,7 @@ class GraphReads:
         generation: the number of times the weights were replaced. A saved handle with another
             generation belongs to an older graph.
         versions: the number of generations whose weights are on the device.
+        handles: generation → the number of handles that graphs hold.
         spans: generation → the span of the backward that reads it.
     """
 
@@ -222,20 +223,14 @@ class GraphReads:
         self._name = name
         self._lanes = lanes
         self._ends_at_gradient = ends_at_gradient
-        self._handles: dict[int, int] = {}
-        """Generation → the number of handles that graphs hold."""
+        self.handles: dict[int, int] = {}
         self._ranges: dict[int, tuple[Range, ...]] = {}
         """Generation → its weights, where several versions are on the device."""
         self.spans: dict[int, Span] = {}
 
-    @property
-    def hold_weights(self) -> bool:
-        """True if a graph holds a handle."""
-        return bool(self._handles)
-
     def packed(self, weights: tuple[Range, ...]) -> None:
         """A graph saves a handle of the newest weights."""
-        self._handles[self.generation] = self._handles.get(self.generation, 0) + 1
+        self.handles[self.generation] = self.handles.get(self.generation, 0) + 1
         if self.versions > 1:
             self._ranges[self.generation] = weights
 
@@ -257,9 +252,9 @@ class GraphReads:
 
     def released(self, generation: int) -> None:
         """A handle is freed. With the last one, the span of its reads ends on compute."""
-        self._handles[generation] -= 1
-        if self._handles[generation] == 0:
-            del self._handles[generation]
+        self.handles[generation] -= 1
+        if self.handles[generation] == 0:
+            del self.handles[generation]
             self._ranges.pop(generation, None)
             if not self._ends_at_gradient:
                 self._end(generation)
@@ -339,7 +334,7 @@ class Block:
     @property
     def is_unread(self) -> bool:
         """No graph holds a saved view of the weights."""
-        if self.graphs.hold_weights:
+        if self.graphs.handles:
             return False
         # A recompute past the hooks leaves plain views in its graph, which no handle counts: they
         # are alive until backward has passed the block.

@@ -248,26 +248,23 @@ class Engine:
             program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
-        self._agreed_order: list[Block] = []
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
         self.casts: list[Removable] = []  # hooks, too, which another engine takes over
 
-    @property
-    def forward_order(self) -> list[Block]:
-        """The order in which weights go up: rank 0's, among ranks, which agree at the first use, a
-        collective."""
-        if self._ranks.is_single or not self._agreed_order:
-            blocks = [*self.residency.blocks.values()]
-            # Blocks that forward has never entered come last.
-            order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
-            if self._ranks.is_single:
-                return order
+    def _forward_order(self) -> list[Block]:
+        """Return the order in which weights go up; several ranks agree on rank 0's in their first
+        step."""
+        blocks = [*self.residency.blocks.values()]
+        # Blocks that forward has never entered come last.
+        order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
+        if not (self._ranks.is_single or self._has_stepped):
             numbers = [blocks.index(block) for block in order]
             agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-            self._agreed_order = [blocks[int(number)] for number in agreed]
-        return self._agreed_order
+            order = [blocks[int(number)] for number in agreed]
+            self.residency.forward_order = dict.fromkeys(order)
+        return order
 
     @property
     def counter(self) -> StepCounter:
@@ -439,7 +436,7 @@ class Engine:
         overflow = config.skip_nonfinite and not math.isfinite(norm.value)
         skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
-        order = [block.name for block in self.forward_order]
+        order = [block.name for block in self._forward_order()]
         # From here on the step counts: the lanes, or `salvage`, will do it.
         self._interpreter.require_intact()
         self._interpreter.journal.decide()

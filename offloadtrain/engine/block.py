@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 from offloadtrain.runtime.process_group import ALONE, lost
 from offloadtrain.runtime.tensor_parts import LocalPart
+from offloadtrain.step.program.operations import Enter, Flip, Leave, Operation, Renew, Swap
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError
 
@@ -208,6 +210,7 @@ class GraphReads:
         generation: the number of times the weights were replaced. A saved handle with another
             generation belongs to an older graph.
         versions: the number of generations whose weights are on the device.
+        handles: generation → the number of handles that graphs hold.
         spans: generation → the span of the backward that reads it.
     """
 
@@ -219,20 +222,14 @@ class GraphReads:
         self._name = name
         self._lanes = lanes
         self._ends_at_gradient = ends_at_gradient
-        self._handles: dict[int, int] = {}
-        """Generation → the number of handles that graphs hold."""
+        self.handles: dict[int, int] = {}
         self._ranges: dict[int, tuple[Range, ...]] = {}
         """Generation → its weights, where several versions are on the device."""
         self.spans: dict[int, Span] = {}
 
-    @property
-    def hold_weights(self) -> bool:
-        """True if a graph holds a handle."""
-        return bool(self._handles)
-
     def packed(self, weights: tuple[Range, ...]) -> None:
         """A graph saves a handle of the newest weights."""
-        self._handles[self.generation] = self._handles.get(self.generation, 0) + 1
+        self.handles[self.generation] = self.handles.get(self.generation, 0) + 1
         if self.versions > 1:
             self._ranges[self.generation] = weights
 
@@ -254,9 +251,9 @@ class GraphReads:
 
     def released(self, generation: int) -> None:
         """A handle is freed. With the last one, the span of its reads ends on compute."""
-        self._handles[generation] -= 1
-        if self._handles[generation] == 0:
-            del self._handles[generation]
+        self.handles[generation] -= 1
+        if self.handles[generation] == 0:
+            del self.handles[generation]
             self._ranges.pop(generation, None)
             if not self._ends_at_gradient:
                 self._end(generation)
@@ -336,7 +333,7 @@ class Block:
     @property
     def is_unread(self) -> bool:
         """No graph holds a saved view of the weights."""
-        if self.graphs.hold_weights:
+        if self.graphs.handles:
             return False
         # A recompute past the hooks leaves plain views in its graph, which no handle counts: they
         # are alive until backward has passed the block.
@@ -663,39 +660,43 @@ class Residency(Source):
             block.source = _Closed()
         del self.interpreter
 
-    # Operations of the program.
+    @property
+    def changes(self) -> dict[type[Operation], Callable[[Any], None]]:
+        """Operation of the program → what carries it out."""
+        return {
+            Enter: self._enter,
+            Leave: self._leave,
+            Renew: self._renew,
+            Swap: self._swap,
+            Flip: self._flip,
+        }
 
-    def enter(self, block: str, slot: int) -> None:
-        """A block takes a slot, or another version: its parameters are views of it."""
-        entering = self.blocks[block]
+    def _enter(self, op: Enter) -> None:
+        entering = self.blocks[op.block]
         self._exposed.discard(entering)
         for bucket in entering.all_buckets:
-            bucket.place = slot
+            bucket.place = op.slot
         entering.views.show_slot()
 
-    def leave(self, block: str) -> None:
-        """A block gives up its slot."""
-        leaving = self.blocks[block]
+    def _leave(self, op: Leave) -> None:
+        leaving = self.blocks[op.block]
         # Its next use must ask the program for a slot and a load again.
         if leaving is self._latest:
             self._latest = None
         leaving.leave_device()
 
-    def renew(self, block: str, by: int) -> None:
-        """A block's weights change: graphs built before are stale. `by`: -1 for the version before,
-        whose graphs are not."""
-        self.blocks[block].graphs.generation += by
+    def _renew(self, op: Renew) -> None:
+        self.blocks[op.block].graphs.generation += op.by
         # The next read, by a module's forward or by a function of torch, waits for the upload.
-        self.blocks[block].views.set_ready(ready=False)
+        self.blocks[op.block].views.set_ready(ready=False)
 
-    def swap(self, bucket: str) -> None:
-        """The other copy of a bucket's state becomes the state."""
+    def _swap(self, op: Swap) -> None:
         # Views of `state` that a user holds show the old copy from here on.
-        self._buckets[bucket].copy ^= 1
+        self._buckets[op.bucket].copy ^= 1
 
-    def flip(self, bucket: str) -> None:
-        """The other version of a bucket's weights is the one that loads read."""
-        self._buckets[bucket].version ^= 1
+    def _flip(self, op: Flip) -> None:
+        # Loads that were launched read the version before; later ones name the other.
+        self._buckets[op.bucket].version ^= 1
 
     def _pinned(self) -> list[str]:
         slots, blocks = self._program.streaming.slots, self.blocks

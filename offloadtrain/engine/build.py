@@ -152,7 +152,9 @@ def build(
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(
-        lanes, ranges, functions, residency, unsalvageable=spec.lost_with_device
+        *(lanes, ranges, functions, residency.changes),
+        describe_lost_rank=residency.describe_lost_rank,
+        unsalvageable=spec.lost_with_device,
     )
     in_order = division.in_order
     gradients = Gradients(blocks, program, interpreter, functions, ranks, in_order=in_order)
@@ -303,7 +305,13 @@ def make_blocks(
             owner.update((p, block) for _, p in (*owned, *still))
         if blocks:
             blocks[-1].then += tuple(name or root for name in part.tied)
-    _check_names([bucket.name for block in blocks for bucket in block.all_buckets])
+    # Which names of a user's modules can cause.
+    counts = Counter(bucket.name for block in blocks for bucket in block.all_buckets)
+    if (twice := next((name for name, count in counts.items() if count > 1), None)) is not None:
+        raise ModelError(
+            f"two modules of the model would both be called '{twice}' here: rename the one that is "
+            f"called '{twice}' in named_modules()"
+        )
     entries = {
         part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))
         for part in parts
@@ -314,17 +322,6 @@ def make_blocks(
 def recomputed_parts(parts: Sequence[Part], config: OffloadConfig) -> Sequence[Part]:
     """Return the parts whose forward runs again in backward."""
     return config.activations.recomputed_of([part for part in parts if part.repeated])
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """Raises ModelError for two buckets of one name, which a user's module names can cause."""
-    counts = Counter(names)
-    twice = next((name for name, count in counts.items() if count > 1), None)
-    if twice is not None:
-        raise ModelError(
-            f"two modules of the model would both be called '{twice}' here: rename the one that is "
-            f"called '{twice}' in named_modules()"
-        )
 
 
 def _buckets(

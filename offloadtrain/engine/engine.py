@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,18 +85,6 @@ class PhaseGuard:
                 f"{what} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
                 "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
             )
-
-
-class PendingNorm(NamedTuple):
-    """A step whose squares are sent.
-
-    Attributes:
-        receive: waits for the squares of the other ranks, and returns the norm.
-        micro_steps: of the step.
-    """
-
-    receive: Callable[[], Norm]
-    micro_steps: int
 
 
 class StepGradients:
@@ -260,26 +248,23 @@ class Engine:
             program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
-        self._agreed_order: list[Block] = []
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
         self.casts: list[Removable] = []  # hooks, too, which another engine takes over
 
-    @property
-    def forward_order(self) -> list[Block]:
-        """The order in which weights go up: rank 0's, among ranks, which agree at the first use, a
-        collective."""
-        if self._ranks.is_single or not self._agreed_order:
-            blocks = [*self.residency.blocks.values()]
-            # Blocks that forward has never entered come last.
-            order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
-            if self._ranks.is_single:
-                return order
+    def _forward_order(self) -> list[Block]:
+        """Return the order in which weights go up; several ranks agree on rank 0's in their first
+        step."""
+        blocks = [*self.residency.blocks.values()]
+        # Blocks that forward has never entered come last.
+        order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
+        if not (self._ranks.is_single or self._has_stepped):
             numbers = [blocks.index(block) for block in order]
             agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-            self._agreed_order = [blocks[int(number)] for number in agreed]
-        return self._agreed_order
+            order = [blocks[int(number)] for number in agreed]
+            self.residency.forward_order = dict.fromkeys(order)
+        return order
 
     @property
     def counter(self) -> StepCounter:
@@ -405,30 +390,29 @@ class Engine:
         self.residency.restart()
         return self._conclude(norm, decision, micro_steps)
 
-    def send_squares(self) -> PendingNorm:
-        """The first half of step(), where steps overlap: all gradients of the step are here, and
-        `decide` waits for the squares of the other ranks.
+    def send_squares(self) -> Callable[[bool], StepReport]:
+        """The first half of step(), where steps overlap: all gradients of the step are here.
+
+        Returns:
+            The second half: waits for the squares of the other ranks, skips (if True, in any case)
+            or clips, and launches Adam and what the update mode uploads at once. The next step's
+            gradients may have begun to arrive. It raises RankError where ranks disagree.
 
         Raises:
             EngineError: without a backward since the last step.
         """
         self.guard.require_open("step")
         # Waits for the host's last norm here, and not for any other rank.
-        pending = PendingNorm(self.step_gradients.send("step"), self.gradients.micro_steps)
+        receive, micro_steps = self.step_gradients.send("step"), self.gradients.micro_steps
         self.gradients.drop(in_flight=False)
         self.program.close_sums()
-        return pending
 
-    def decide(self, pending: PendingNorm, *, skip: bool = False) -> StepReport:
-        """The second half of step(): wait for the norm, skip or clip, then launch Adam and what the
-        update mode uploads at once. The next step's gradients may have begun to arrive.
+        def decide(skip: bool) -> StepReport:
+            # All have sent before the microbatch came that is about to run here.
+            norm = receive()
+            return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
 
-        Raises:
-            RankError: ranks disagree about the step.
-        """
-        # All have sent before the microbatch came that is about to run here.
-        norm = pending.receive()
-        return self._conclude(norm, self._launch_update(norm, skip=skip), pending.micro_steps)
+        return decide
 
     def publish_weights(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
@@ -452,7 +436,7 @@ class Engine:
         overflow = config.skip_nonfinite and not math.isfinite(norm.value)
         skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
-        order = [block.name for block in self.forward_order]
+        order = [block.name for block in self._forward_order()]
         # From here on the step counts: the lanes, or `salvage`, will do it.
         self._interpreter.require_intact()
         self._interpreter.journal.decide()

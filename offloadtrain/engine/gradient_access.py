@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +58,12 @@ class GradientView(Tensor):
         plain: list[Tensor] = []
         moved: list[tuple[Tensor, Tensor, int]] = []
         with past_the_class():
-            device = _other_device(tree_leaves((args, kwargs)))
+            leaves = tree_leaves((args, kwargs))
+            others = (
+                x.device for x in leaves if isinstance(x, Tensor) and type(x) is not GradientView
+            )
+            # Of tensors that are no views of gradients, if it is not the host.
+            device = next((device for device in others if device.type != "cpu"), None)
 
             def readable(view: GradientView) -> Tensor:
                 view.access.begin_use()
@@ -99,12 +104,6 @@ class GradientView(Tensor):
 
 
 _TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
-
-
-def _other_device(values: Iterable[Any]) -> torch.device | None:
-    """Return the device of the tensors that are no views of gradients, if it is not the host."""
-    devices = (x.device for x in values if isinstance(x, Tensor) and type(x) is not GradientView)
-    return next((device for device in devices if device.type != "cpu"), None)
 
 
 class ClippedTogether(Tensor):

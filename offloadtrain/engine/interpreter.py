@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from typing import Any, NamedTuple, ParamSpec, Protocol
+from typing import Any, NamedTuple, ParamSpec
 from zlib import crc32
 
 import torch
@@ -46,19 +46,15 @@ from offloadtrain.runtime.tensor_parts import local
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.operations import (
     Allocate,
-    Enter,
-    Flip,
     Free,
     HostWait,
     Kind,
     Lane,
     Launch,
-    Leave,
     Operation,
     Operations,
     Record,
     Ref,
-    Renew,
     Swap,
     Undefined,
     Wait,
@@ -144,13 +140,16 @@ class UpdateJournal:
         self._left = left
 
     def finish(
-        self, progress: HostProgress, call_of: Callable[[Launch], Call], swap: Callable[[str], None]
+        self,
+        progress: HostProgress,
+        call_of: Callable[[Launch], Call],
+        swap: Callable[[Swap], None],
     ) -> None:
         """Run the updates that were decided and have not run. The host lane has stopped for good.
 
         Args:
             call_of: makes the call of a launch.
-            swap: makes the other copy of a bucket's state the state.
+            swap: carries out the operation.
 
         Raises:
             SalvageError: nothing was run.
@@ -160,7 +159,7 @@ class UpdateJournal:
         for op in self._left:
             if isinstance(op, Swap):
                 self.swapped(op.bucket)
-                swap(op.bucket)
+                swap(op)
             elif isinstance(op, Launch) and op.kind is Kind.ADAM:
                 remaining.append(call_of(op))
         missing = (update for update in self._open if update.number > progress.ended)
@@ -623,17 +622,6 @@ class CutShortError(OffloadTrainError):
     """An exception cut the operations of a step short."""
 
 
-class Residents(Protocol):
-    """Carries out the residence changes that the program orders."""
-
-    def enter(self, block: str, slot: int) -> None: ...
-    def leave(self, block: str) -> None: ...
-    def renew(self, block: str, by: int) -> None: ...
-    def swap(self, bucket: str) -> None: ...
-    def flip(self, bucket: str) -> None: ...
-    def describe_lost_rank(self, exchange: str) -> str: ...
-
-
 class Interpreter:
     """Runs operations of the program, which knows no tensor, on lanes, which know no block.
 
@@ -650,16 +638,22 @@ class Interpreter:
         lanes: Lanes,
         memory: Ranges,
         functions: Functions,
-        residents: Residents,
+        changes: Mapping[type[Operation], Callable[[Any], None]],
         *,
+        describe_lost_rank: Callable[[str], str] = str,
         unsalvageable: str = "",
     ) -> None:
-        """`unsalvageable`: why no update can be finished without the device; "": it can."""
+        """
+        Args:
+            changes: operations that change where weights and state are → what carries them out.
+            describe_lost_rank: from the name of an exchange that has failed to the message.
+            unsalvageable: why no update can be finished without the device; "": it can.
+        """
         self._unsalvageable = unsalvageable
         self._lanes = lanes
         self._memory = memory
         self._functions = functions
-        self._residents = residents
+        self._changes, self._describe_lost_rank = changes, describe_lost_rank
         self._updating = False
         self.lock = RLock()
         self.journal = UpdateJournal()
@@ -717,7 +711,11 @@ class Interpreter:
                     # Compute has waited for the copy: the allocator may give the memory out again.
                     memory.inputs.free(op.ref)
                 else:
-                    self._change_residence(op)
+                    if type(op) is Swap:
+                        self.journal.swapped(op.bucket)
+                    # Parameters change their views when the operations are launched, not when the
+                    # lanes run them. Compute waits for the load before it reads a new view.
+                    self._changes[type(op)](op)
         # Waits and records may be missing from here on: what is launched next could race.
         except BaseException as error:
             self.failure, self.is_inconsistent = error, updates
@@ -747,7 +745,7 @@ class Interpreter:
         self.failure, self.is_inconsistent = self.failure or failure, True
         # Waits for the host lane alone: its last operation may still write the state.
         self._lanes.abandon()
-        self.journal.finish(self._lanes.host_progress(), self._call_of, self._residents.swap)
+        self.journal.finish(self._lanes.host_progress(), self._call_of, self._changes[Swap])
 
     def _launch(self, op: Launch) -> None:
         lookup = self._memory.__getitem__
@@ -765,24 +763,7 @@ class Interpreter:
         except RuntimeError as error:
             if not is_of_exchange(error):
                 raise
-            raise LostRankError(self._residents.describe_lost_rank(op.name)) from error
-
-    def _change_residence(self, op: Operation) -> None:
-        # Parameters change their views when the operations are launched, not when the lanes run
-        # them. Compute waits for the load before it reads through a new view.
-        match op:
-            case Enter():
-                self._residents.enter(op.block, op.slot)
-            case Leave():
-                self._residents.leave(op.block)
-            case Renew():
-                self._residents.renew(op.block, op.by)
-            case Swap():
-                self.journal.swapped(op.bucket)
-                self._residents.swap(op.bucket)
-            # Loads that were launched read the version before; later ones name the other.
-            case Flip():
-                self._residents.flip(op.bucket)
+            raise LostRankError(self._describe_lost_rank(op.name)) from error
 
     def _call_of(self, op: Launch) -> Call:
         reads, writes = ([self._memory[ref] for ref in refs] for refs in (op.reads, op.writes))

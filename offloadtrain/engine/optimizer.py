@@ -159,11 +159,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         counter.shown = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
         counter.count_from(counter.steps)
         self._fill_state()
-        self._attach(casts or [])
         alive = weakref.ref(self)
         self._engine.successor = lambda: None if (some := alive()) is None else some._follow()
-
-    def _attach(self, casts: list[Removable]) -> None:
         model, engine, cast_inputs = self.model, self._engine, self.config.activations.cast_inputs
         slots = [slot for block in self._blocks for b in block.all_buckets for slot in b.slots]
         engine.attached += [
@@ -373,7 +370,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._engine.step_gradients.take_assigned()
         # Among ranks the others may have had a backward, and would wait for this one.
         guard = self._engine.guard
-        if self._division.size == 1 and guard.phase is Phase.FORWARD and not guard.in_flight:
+        if guard.phase is Phase.FORWARD and not guard.in_flight and self._division.size == 1:
             if "no backward" not in self._warned:
                 self._warned |= {"no backward"}
                 _log.warning(
@@ -722,7 +719,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def _check(self) -> None:
         self._seal.check()
         self.take_over_writes()
-        for rule, group in zip(self._rules, self.param_groups, strict=True):
+        for rule, group in zip(self._engine.functions.rules, self.param_groups, strict=True):
             rule.check(group)
 
     def _tell_of_local_norm(self, asker: str) -> None:

@@ -239,27 +239,21 @@ def set_master(
     wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32, device=state[0].device)
     for lo in range(0, flat.numel(), _CHUNK):
         piece = flat[lo : lo + _CHUNK]
-        masters = _widened(piece, wide[: piece.numel()])
+        masters = wide[: piece.numel()]
+        if piece.dtype is torch.float32 and piece.device == wide.device:
+            masters = piece
+        elif wide.is_cpu and piece.dtype in PRECISIONS.values():
+            # By the kernels' threads: torch's spin while they wait for each other, which costs ten
+            # times the conversion where other processes want the cores.
+            kernels.accumulate(masters, piece, first=True)
+        else:
+            masters.copy_(piece)
         target = kernels.cut(fields, state, lo, lo + piece.numel())
         if only_changed:
             before = decoded(bucket, target, piece.numel())
             same = (before.to(piece) == piece).to(masters.device)
             masters = torch.where(same, before.to(masters.device), masters)
         rule.set_master(bucket.format, target, masters)
-
-
-def _widened(values: Tensor, buffer: Tensor) -> Tensor:
-    """Return host values in fp32 on the buffer's device: in the buffer, unless they are so already.
-
-    By the kernels' threads where they can: torch's spin while they wait for each other, which costs
-    ten times the conversion where other processes want the cores.
-    """
-    if values.dtype is torch.float32 and values.device == buffer.device:
-        return values
-    if buffer.is_cpu and values.dtype in PRECISIONS.values():
-        kernels.accumulate(buffer, values, first=True)
-        return buffer
-    return buffer.copy_(values)
 
 
 def _adopt(

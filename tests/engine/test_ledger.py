@@ -58,7 +58,7 @@ def test_the_ledger_is_what_is_allocated(
     optimizer.synchronize()
     assert optimizer.ledger.total(Tier.HOST) == sum(CountedMap.lengths)
 
-    slabs = [slab._bytes for slab in optimizer._arena._slabs]
+    slabs = [slab._bytes for slab in optimizer._release.resources.arena._slabs]
     arena = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in slabs]
     # State tensors have storages of their own over the arena's memory.
     made = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,8 +121,7 @@ def offloader(lanes: Lanes) -> ActivationOffloader:
     memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
     ranges = Ranges(memory, BlockInputs(device))
     functions = Functions([], lanes, ALONE, ot.AdamW(), [], disk, seed=0)
-    nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
-    interpreter = Interpreter(lanes, ranges, functions, nobody)
+    interpreter = Interpreter(lanes, ranges, functions, {})
     return ActivationOffloader(program, interpreter, ranges.inputs)
 
 

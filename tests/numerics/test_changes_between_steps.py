@@ -213,7 +213,11 @@ def planned(optimizer: ot.OffloadOptimizer) -> dict[Tier, int]:
     spec = optimizer._engine.program.spec
     owners = {Tier.HOST: host_owners, Tier.DEVICE: device_owners, Tier.DISK: disk_owners}
     total = {tier: sum(count(spec).values()) for tier, count in owners.items()}
-    memory = [request for slab in optimizer._arena._slabs for request in slab.requests.values()]
+    memory = [
+        request
+        for slab in optimizer._release.resources.arena._slabs
+        for request in slab.requests.values()
+    ]
     frozen = [r for r in memory if r.owner == "state of frozen parameters"]
     total[Tier.HOST] += sum(request.span_bytes for request in frozen)
     return total

@@ -18,7 +18,7 @@ def test_groups_go_when_the_world_is_gone(world: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(Ranks, "let_go", _watched(groups))
     optimizer = ot.offload(nn.Linear(4, 4), device="cpu")
     monkeypatch.setattr(dist, "is_initialized", lambda: world)
-    optimizer._finalizer()  # as at the end of the process
+    optimizer._release.finalizer()  # as at the end of the process
     assert bool(groups) == world
 
 

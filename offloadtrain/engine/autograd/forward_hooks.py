@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.autograd.compiled import CompiledForward
-from offloadtrain.engine.autograd.hooks import has_ended, watch, watch_inside
+from offloadtrain.engine.autograd.hooks import has_ended, watch
 from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors, are_covered
@@ -294,7 +294,7 @@ class ForwardHooks:
         if module not in self._hooked:
             name = next(name for name, m in self._model.named_modules() if m is module)
             self._hooked[module] = _HookedModule(name or "root", [])
-            self._handles += (watch_inside if inner else watch)(module, self)
+            self._handles += watch(module, self, inside=inner)
         return self._hooked[module]
 
 

@@ -131,18 +131,19 @@ def has_ended(frame: FrameType | None) -> bool:
     return True
 
 
-def watch(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
-    """Call the watcher around each forward of the module, also when forward raises."""
+def watch(module: nn.Module, watcher: Watcher, *, inside: bool = False) -> list[RemovableHandle]:
+    """Call the watcher around each forward of the module, also when forward raises.
+
+    Args:
+        inside: the module is inside of a watched one: call `enter_inside`, and `leave` after it if
+            that says so.
+    """
+    if inside:
+        return [module.register_forward_pre_hook(_EnterInside(watcher), prepend=True)]
     return [
         module.register_forward_pre_hook(_Enter(watcher), prepend=True),
         module.register_forward_hook(_Leave(watcher), always_call=True),
     ]
-
-
-def watch_inside(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
-    """Call `enter_inside` before each forward of the module, and `leave` after it if that says
-    so."""
-    return [module.register_forward_pre_hook(_EnterInside(watcher), prepend=True)]
 
 
 def is_reached(param: nn.Parameter) -> bool:

@@ -292,7 +292,11 @@ class SavedOffloader:
         memory = ref() if ref is not None else None
         if memory is None or not memory.stands_for(tensor):
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
-            flat = _as_in_memory(tensor).as_strided((count,), (1,), 0).view(torch.uint8)
+            # As it lies in memory, without lazy conjugate and negative bits.
+            view = tensor.detach()
+            view = view.conj() if view.is_conj() else view
+            view = torch._neg_view(view) if view.is_neg() else view
+            flat = view.as_strided((count,), (1,), 0).view(torch.uint8)
             memory = _Memory(self._offloader.offload(flat), root, tensor._version)
             self._known[key] = weakref.ref(memory, partial(_forget, self._known, key))
             self._is_settled = True
@@ -311,13 +315,6 @@ def _forget(known: dict[int, Any], key: int, gone: weakref.ref[_Memory]) -> None
     # On any thread. The tensor may have newer memory by now.
     if known.get(key) is gone:
         del known[key]
-
-
-def _as_in_memory(tensor: Tensor) -> Tensor:
-    """View a tensor without its lazy conjugate and negative bits."""
-    view = tensor.detach()
-    view = view.conj() if view.is_conj() else view
-    return torch._neg_view(view) if view.is_neg() else view
 
 
 def _storages(model: nn.Module) -> frozenset[int]:

@@ -135,11 +135,15 @@ def pipeline(
         init = in_order or param_init_fn
         optimizers.append(attach(module, rule, stage_groups, chosen, on, division, init, ledger))
     kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline
-    return kind(optimizers, axes, shapes, schedule, microbatches, norm, loss_fn or _output)
-
-
-def _output(output: Tensor, _: Tensor) -> Tensor:
-    return output
+    return kind(
+        optimizers,
+        axes,
+        shapes,
+        schedule,
+        microbatches,
+        norm,
+        loss_fn or (lambda output, _: output),
+    )
 
 
 def _check_axes(axes: Mesh) -> None:

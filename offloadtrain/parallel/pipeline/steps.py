@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from offloadtrain.config.errors import PipelineError
-from offloadtrain.engine.engine import Engine, PendingNorm
+from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
-from offloadtrain.engine.step_report import Phase
+from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.parallel.mesh import Mesh
 from offloadtrain.parallel.norm import DividedNorm
 from offloadtrain.parallel.pipeline.schedule import (
@@ -403,13 +403,18 @@ class SplitStep:
             self._samples = False
             self._engine.reports.sample_timeline()
 
-    def _decide(self, norm: PendingNorm, hyperparameters: list[dict[str, Any]], skip: bool) -> None:
+    def _decide(
+        self,
+        decide: Callable[[bool], StepReport],
+        hyperparameters: list[dict[str, Any]],
+        skip: bool,
+    ) -> None:
         self._requested, self._decide_sent = None, lambda: None
         now = [dict(group) for group in self._groups]
         for group, then in zip(self._groups, hyperparameters, strict=True):
             group.update(then)
         try:
-            self._engine.decide(norm, skip=skip)
+            decide(skip)
         finally:
             for group, current in zip(self._groups, now, strict=True):
                 group.update(current)
@@ -433,8 +438,8 @@ class SplitStep:
     def _send(self) -> None:
         """Send the squares once the backwards are over and step() was called, whichever is last."""
         if self._is_over and self._requested is not None:
-            norm = self._engine.send_squares()
-            self._decide_sent = partial(self._decide, norm, *self._requested)
+            decide = self._engine.send_squares()
+            self._decide_sent = partial(self._decide, decide, *self._requested)
             self._is_over = False
 
 

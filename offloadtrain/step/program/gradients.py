@@ -43,6 +43,7 @@ class GradientRefs:
         rounds_sum: the sum on the device is rounded to the working dtype before it is measured.
         staged_dtype: the dtype in which ranks sum it.
         lane: the lane that adds to it, and later updates the state.
+        versions: where it may be: its sums, or the host slots of one on the disk.
         adding: the gradient that microbatches are added to.
         decided: the gradient that Adam reads.
         touched: its memory holds a gradient of the current step.
@@ -60,8 +61,8 @@ class GradientRefs:
         self.rounds_sum = step.rounds_sum(spec)
         self.staged_dtype = step.reduced_dtype(spec)
         self.lane = UPDATE_LANES[spec.update_tier]
-        self._versions = [ref for key, ref in refs.items() if key[0] is Memory.GRADIENT]
-        self.adding = self.decided = self._versions[0]
+        self.versions = [ref for key, ref in refs.items() if key[0] is Memory.GRADIENT]
+        self.adding = self.decided = self.versions[0]
         self.touched = self.arrived = False
         self.measured_on: Tier | None = None
 
@@ -80,20 +81,11 @@ class GradientRefs:
         """The tier of `summed`."""
         return Tier.DEVICE if self.sums_lane is Lane.UPDATE else Tier.HOST
 
-    def take_slot(self, slot: int) -> None:
-        """Use this host slot for the gradient from now on."""
-        self.adding = self.decided = self._versions[slot]
-
     def close_sum(self) -> None:
         """Fix the gradient that Adam will read; the next step writes to the other one."""
         self.decided = self.adding
-        if self.file is None and len(self._versions) > 1:
-            self.adding = self._versions[1 - self.adding.copy]
-
-    def forget_norm(self) -> None:
-        """The gradient may have changed where it is complete first: measure it and bring it to the
-        host again."""
-        self.arrived, self.measured_on = False, None
+        if self.file is None and len(self.versions) > 1:
+            self.adding = self.versions[1 - self.adding.copy]
 
     def end_step(self) -> None:
         """Forget the gradient: the step was applied or dropped."""
@@ -144,7 +136,7 @@ class GradientSlots:
         if before is not None:
             self._write(before)
         left = () if before is None else (before.adding,)
-        gradient.take_slot(slot)
+        gradient.adding = gradient.decided = gradient.versions[slot]
         # The slot changes hands: its first write waits for every use of the bucket before.
         self._order.reuse((gradient.adding,), left)
         if keep:
@@ -258,7 +250,13 @@ class GradientPath:
             elif gradient.touched:
                 self._add(gradient, staged, lo, hi)
             else:
-                self._place(gradient, staged, lo, hi)
+                on_device = gradient.lane is Lane.UPDATE
+                kind, lane = (Kind.COPY, Lane.UPDATE) if on_device else (Kind.GRAD_DOWN, Lane.D2H)
+                target = (part_of(gradient.adding, lo, hi),)
+                # During backward of the next blocks; norm and Adam wait for it. It waits for the
+                # last step's upload, which may read new weights from the gradient's memory.
+                op = Launch(kind, lane, gradient.spec.name, (staged,), target, lo, hi)
+                self._order.launch(op)
         gradient.touched = True
         if not measured:
             gradient.measured_on = None
@@ -358,16 +356,6 @@ class GradientPath:
         if self._keeps_pieces:
             return Ref(Memory.STAGING, f"{gradient.spec.name}[{lo}]", 0, 0, numel, dtype)
         return self._ring.take(numel, dtype)
-
-    def _place(self, gradient: GradientRefs, staged: Ref, lo: int, hi: int) -> None:
-        """Bring a piece from its slot to the gradient."""
-        kind, lane = (Kind.GRAD_DOWN, Lane.D2H)
-        if gradient.lane is Lane.UPDATE:
-            kind, lane = (Kind.COPY, Lane.UPDATE)
-        target = part_of(gradient.adding, lo, hi)
-        # During backward of the next blocks; norm and Adam wait for it. It waits for the last
-        # step's upload, which may read new weights from the gradient's memory.
-        self._order.launch(Launch(kind, lane, gradient.spec.name, (staged,), (target,), lo, hi))
 
     def _bring_to_sum(self, gradient: GradientRefs, staged: Ref, lo: int, hi: int) -> Ref:
         """Return the piece on the tier where it is added."""

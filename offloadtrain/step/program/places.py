@@ -183,20 +183,11 @@ class BucketRefs:
         """This rank's shard of the weights that forward uses, where they lie between two uses."""
         return self.load_source if self.sources else self.shard
 
-    @property
-    def uses_state(self) -> bool:
-        """Of two versions, loads read the one in the state, which the next update overwrites."""
-        return self.loads_in_turn and self.load_source.memory is Memory.STATE
-
     def publish_weights(self) -> bool:
         """Compute, or its loads, read the new weights from here on; returns whether these are in
         another place."""
         before, self.version, self.updates_other_version = self.version, self._newest, False
         return self.version != before
-
-    def switch_version(self) -> None:
-        """Compute, or its loads, read the other of two versions from here on."""
-        self.version = 1 - self.version
 
     @property
     def new_weight_file(self) -> Ref | None:

@@ -181,7 +181,9 @@ class Program:
         """
         self.mode.gradients_changed()
         for name in buckets:
-            self.buckets[name].gradient.forget_norm()
+            # Where it is complete first: it is measured, and goes to the host, again.
+            gradient = self.buckets[name].gradient
+            gradient.arrived, gradient.measured_on = False, None
 
     def graph_freed(self, block: str) -> Operations:
         """No graph needs the old weights of a block of `mode.waiting_for_graphs` any more."""

@@ -165,7 +165,8 @@ class UpdatePath:
 
     def keep(self, bucket: BucketRefs) -> None:
         """The state is about to change: loads read a snapshot of the weights in use from now on."""
-        if bucket.uses_state:
+        # Of two versions, loads read the one in the state, which the next update overwrites.
+        if bucket.loads_in_turn and bucket.load_source.memory is Memory.STATE:
             # Host, during forward: waits for loads in flight of the version before; the next loads
             # of the block wait for it.
             snapshot = bucket.ref(Memory.SNAPSHOT)
@@ -197,7 +198,7 @@ class UpdatePath:
             self._order.operations.append(Renew(block, by))
 
     def _switch_version(self, bucket: BucketRefs) -> None:
-        bucket.switch_version()
+        bucket.version = 1 - bucket.version
         if bucket.sources:
             self._order.operations.append(Flip(bucket.name))
 

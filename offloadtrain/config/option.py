@@ -35,9 +35,9 @@ class Needs:
 
     def rejects(self, value: object) -> bool:
         """Tell whether the option has no effect with this value of the other one."""
-        is_table = isinstance(value, Mapping)
-        tiers = [tier for tier, share in value.items() if share] if is_table else [value]
-        return not any(tier in self.values for tier in tiers)
+        if isinstance(value, Mapping):
+            return not any(share and tier in self.values for tier, share in value.items())
+        return value not in self.values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from offloadtrain.parallel.pipeline.plan import stages_of, times_of
 from offloadtrain.parallel.pipeline.times import least_seconds
 from offloadtrain.plan.automatic import with_sums_on
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.suggest import text_of
 
 PER_RANK = (2, 4)
 """Stages on each rank that are tried with "interleaved"."""
@@ -108,7 +109,7 @@ class Found:
             f"train.grad_accum_steps={config.train.grad_accum_steps} "
             f"train.global_batch_tokens=0 {self._keys_of_activations}"
             + "".join(
-                f" offload.{key}={config.offload.value(key)}"
+                " " + text_of({f"offload.{key}": config.offload.value(key)})
                 for key in ("sums_on", "sums_down")
                 if config.offload.value(key) != requested.offload.value(key)
             )
@@ -235,12 +236,10 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
 
 
 def _with_sums(job: Config, count: int) -> Iterator[Config]:
-    """Yield the job with so many microbatches summed on the host, unless it asks for the device,
-    and on the device."""
-    if job.offload.gradients.sums_tier != "device":
-        yield with_sums_on(job, "host")
-    if job.offload.gradients.sums_tier == "device" or count > 1:
-        yield with_sums_on(job, "device")
+    """Yield the job with so many microbatches summed where it asks for, and on the device."""
+    share = job.offload.gradients.device_share
+    for of_sums in sorted({share, 1.0 if count > 1 else share}):
+        yield with_sums_on(job, of_sums)
 
 
 def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:

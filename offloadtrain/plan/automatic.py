@@ -6,10 +6,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from offloadtrain.config.job import Config, problems_of_ranks
-from offloadtrain.config.offload import StateOn, UpdateMode
+from offloadtrain.config.offload import StateOn, SumsOn, UpdateMode
 from offloadtrain.config.sections import optim_contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import Placement
@@ -37,6 +37,9 @@ class Planned(Protocol):
     def prediction(self) -> Prediction: ...
     @property
     def fits(self) -> bool: ...
+    @property
+    def job(self) -> Config: ...
+    def sums_that_fit(self, full: float) -> int: ...
     def divisions(self) -> Sequence[tuple[int, ...]]: ...
 
 
@@ -44,8 +47,8 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
     """Return the job with all keys decided: the layers of each stage, the fewest layers recomputed
     that fit, and then as much state on the device. Where both of these are open, of three numbers
     of layers the fastest: what is kept on the device takes room from state, and which of them is
-    waited for is the step's to say. All of this with sums of microbatches on the host and on the
-    device, and of updates exact and speculative, if that is open.
+    waited for is the step's to say. All of this with several shares of the sums of microbatches on
+    the device, and with updates exact and speculative, if that is open.
     """
     if job.offload.update == "auto":
         return _with_faster_update(job, planned)
@@ -85,24 +88,44 @@ def _with_update(job: Config, mode: UpdateMode) -> Config:
 
 
 def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    on_host = decided(with_sums_on(job, "host"), planned)
+    """Return the job with a share of the sums on the device: the most that it has room for. Where
+    layers or state compete for the room, of three shares the fastest: the least with which the rest
+    fits on the host, the most, and their mean."""
+    on_host = decided(with_sums_on(job, 0.0), planned)
     if job.train.grad_accum_steps == 1:
         return on_host
-    on_device = decided(with_sums_on(job, "device"), planned)
-    if not planned(on_host).fits:
-        return on_device if planned(on_device).fits else on_host
-    if not planned(on_device).has_room:
+    is_needed = not planned(on_host).fits
+    least = _with_least_on_device(job)
+    most = planned(with_sums_on(least, 0.0)).sums_that_fit(1.0 if is_needed else FULL)
+    needed = range(most) if is_needed else ()
+    fewest = bisect_left(needed, True, key=lambda n: planned(with_sums_on(least, n / 100)).fits)
+    shares = [most] if least == job else [fewest, (fewest + most) // 2, most]
+    tried = [decided(with_sums_on(job, n / 100), planned) for n in sorted({*shares} - {0})]
+    usable = [plan for plan in map(planned, tried) if (plan.fits if is_needed else plan.has_room)]
+    if not usable:
         return on_host
-    host, device = (
-        planned(candidate).prediction.tokens_per_s for candidate in (on_host, on_device)
-    )
-    return on_device if device >= host * (1 + GAIN) else on_host
+    fastest = max(usable, key=lambda plan: plan.prediction.tokens_per_s)
+    least_rate = 0.0 if is_needed else planned(on_host).prediction.tokens_per_s * (1 + GAIN)
+    return fastest.job if fastest.prediction.tokens_per_s >= least_rate else on_host
 
 
-def with_sums_on(job: Config, tier: Literal["host", "device"]) -> Config:
-    """Return the job with microbatches summed there; on the host they are summed in fp32."""
-    down = job.offload.gradients.sums_dtype if tier == "device" else "fp32"
-    return replace(job, offload=job.offload.replace(sums_on=tier, sums_down=down))
+def with_sums_on(job: Config, share: float) -> Config:
+    """Return the job with so large a share of the sums of microbatches on the device; on the host
+    they are summed in fp32."""
+    down = job.offload.gradients.sums_dtype if share else "fp32"
+    sums_on: SumsOn = {"device": share}
+    if share in (0.0, 1.0):
+        sums_on = "device" if share else "host"
+    return replace(job, offload=job.offload.replace(sums_on=sums_on, sums_down=down))
+
+
+def _with_least_on_device(job: Config) -> Config:
+    """Return the job with what is open decided so that it takes least memory of the device."""
+    if job.ranks.layers_per_stage == "auto":
+        job = replace(job, ranks=replace(job.ranks, layers_per_stage=()))
+    least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
+    is_open = job.offload.activations.recompute_blocks == "auto"
+    return _with_recompute(least, _num_layers(job)) if is_open else least
 
 
 def with_decisions_of(job: Config, plan_job: Config) -> Config:
@@ -121,10 +144,8 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
     def with_layers(config: Config, each: tuple[int, ...]) -> Config:
         return replace(config, ranks=replace(config.ranks, layers_per_stage=each))
 
-    least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
-    if job.offload.activations.recompute_blocks == "auto":
-        least = _with_recompute(least, _num_layers(job))
-    tried = planned(with_layers(least, ())).divisions()
+    least = _with_least_on_device(job)
+    tried = planned(least).divisions()
     fitting = (each for each in reversed(tried) if planned(with_layers(least, each)).fits)
     return with_layers(job, next(fitting, tried[-1]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from offloadtrain.plan.times import Prediction, predict
 from offloadtrain.plan.tracing.tracer import activations, together
 from offloadtrain.step.layout.buffer_table import added, disk_owners
 from offloadtrain.step.layout.placement import with_second_copies
+from offloadtrain.step.layout.state_tiers import sums_bytes
 from offloadtrain.step.layout.tiers import Tier
 
 PROCESS = "Python, torch"
@@ -317,6 +319,26 @@ class Plan:
         other_bytes = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
         other_bytes += self._more_experts_bytes
         return largest_share(self.placed, int(self.device_room * FULL) - other_bytes)
+
+    def sums_that_fit(self, full: float) -> int:
+        """Return the largest share of the sums of microbatches, in hundredths, that the device has
+        room for beside all this, which has none of them; on a CPU all, as they take the host's
+        memory anywhere.
+
+        Args:
+            full: the share of the device that may be in use.
+        """
+        if self.machine.on_cpu:
+            return 100
+        used = sum(self.device.values()) + self._more_experts_bytes
+        room = int(self.device_room * full) - used
+        if (limit := self.job.offload.memory.device_limit) is not None:
+            room = min(room, limit - sum(self.engine_device.values()))
+        return bisect_right(
+            range(1, 101),
+            room,
+            key=lambda n: sum(sums_bytes(placed.spec, n / 100) for placed in self.placements),
+        )
 
     def divisions(self) -> Sequence[tuple[int, ...]]:
         """Return numbers of layers of each stage to try, the best one last; (): as many each."""

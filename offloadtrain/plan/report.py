@@ -19,7 +19,7 @@ from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.run_cost import RunCost, run_cost
 from offloadtrain.plan.search.suggest import Change
 from offloadtrain.plan.times import compute_seconds
-from offloadtrain.step.layout.state_tiers import device_share
+from offloadtrain.step.layout.state_tiers import device_share, sums_share
 from offloadtrain.step.layout.tiers import Tier
 
 LANES = {
@@ -178,10 +178,12 @@ def _head(plan: Plan) -> str:
     if job.offload.activations.recompute_blocks is not None:
         again = f"{plan.placed.recomputed} of {plan.placed.repeated} blocks"
         lines.append(f"the forward of {again} runs again, the others keep their activations")
-    if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
+    if share := sums_share(spec):
         down = "fp32" if job.offload.gradients.sums_dtype == "fp32" else "the working dtype"
+        some = f" ({100 * share:.0f} % of the sums) and on the host" if share < 1 else ""
+        sums = "a sum on the device" if some else "a step's sum"
         lines.append(
-            f"microbatches are summed on the device; a step's sum goes down once, in {down}"
+            f"microbatches are summed on the device{some}; {sums} goes down once, in {down}"
         )
     if plan.requested is not None and plan.requested.offload.update == "auto":
         update, gain = job.offload.update, f"{100 * GAIN:.0f} %"

@@ -31,7 +31,7 @@ from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS
 from offloadtrain.step.layout.placement import lay_out
-from offloadtrain.step.layout.state_tiers import device_share
+from offloadtrain.step.layout.state_tiers import device_share, sums_bytes, sums_share
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.dry_run import check, preview
 from tests.plan.test_memory import job as tiny_job
@@ -382,16 +382,49 @@ def test_many_microbatches_are_summed_on_a_device_that_has_room() -> None:
     assert "microbatches are summed on the device" in report.text(plan)
 
 
-def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> None:
+def _gpu_between(share: float) -> Machine:
+    """Return a machine whose GPU, 95 % full, has room for so large a share of the sums."""
     on_host, on_device = (
         planned_on_h100(accumulating_job(f"offload.sums_on={tier}")) for tier in ("host", "device")
     )
-    used = [sum(plan.device.values()) + H100.gpu_reserved_bytes for plan in (on_host, on_device)]
-    machine = with_memory(gpu=f"{sum(used) // 2} B")
-    assert (
-        planned_on_h100(on_host.job, machine).fits
-        and not planned_on_h100(on_device.job, machine).fits
+    used, with_sums = (sum(plan.device.values()) for plan in (on_host, on_device))
+    room = int((used + share * (with_sums - used)) / FULL)
+    return with_memory(gpu=f"{room + H100.gpu_reserved_bytes} B")
+
+
+def test_as_many_are_on_the_device_as_it_has_room_for() -> None:
+    """The largest share, to a hundredth, where that is faster; and the program is proved."""
+    machine = _gpu_between(0.6)
+    plan = planned_on_h100(accumulating_job("offload.sums_on=auto"), machine)
+    share = plan.job.offload.gradients.device_share
+    assert 0.5 < share < 0.65 and plan.has_room
+    assert plan.device["gradient sums"] == sums_bytes(plan.placed.spec, share)
+    more = planned_on_h100(
+        accumulating_job(f"offload.sums_on={{device={share + 0.05:.2f}}}"), machine
     )
+    assert not more.has_room
+    on_host = planned_on_h100(accumulating_job(), machine)
+    assert plan.prediction.tokens_per_s > 1.03 * on_host.prediction.tokens_per_s
+    of_host = f"({100 * sums_share(plan.placed.spec):.0f} % of the sums) and on the host"
+    assert f"microbatches are summed on the device {of_host}" in report.text(plan)
+    assert "free of races" in check(plan)
+
+
+def test_where_sums_and_state_compete_for_the_device_the_plan_weighs_them() -> None:
+    """Neither all sums with what state then fits, nor the reverse, is faster by more than what a
+    plan is accurate to."""
+    machine = _gpu_between(0.6)
+    keys = ("offload.state_on=auto", "train.grad_accum_steps=8")
+    plan = planned_on_h100(accumulating_job("offload.sums_on=auto", *keys), machine)
+    assert plan.has_room
+    for sums_on in ("host", "{device=0.5}", "{device=0.6}"):
+        other = planned_on_h100(accumulating_job(f"offload.sums_on={sums_on}", *keys), machine)
+        if other.has_room:
+            assert plan.prediction.tokens_per_s * 1.03 >= other.prediction.tokens_per_s, sums_on
+
+
+def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> None:
+    machine = _gpu_between(0.0)
     decided = planned_on_h100(
         accumulating_job("offload.sums_on=auto", "offload.sums_down=working"), machine
     )
@@ -402,18 +435,32 @@ def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> 
     assert decided.fits and "summed on the device" not in report.text(decided)
 
 
+def test_the_least_share_with_which_the_host_has_room_keeps_most_activations() -> None:
+    """Fewer sums on the device leave room for layers whose forward does not run again."""
+    keys = ("offload.sums_down=working", "offload.activation=recompute", "train.micro_batch=4")
+    all_again = planned_on_h100(accumulating_job("offload.sums_on=device", *keys))
+    room = int(sum(all_again.device.values()) / FULL) + H100.gpu_reserved_bytes
+    machine = replace(_host_between(*keys), gpu_memory=f"{room} B")
+    keys = (*keys, "offload.recompute_blocks=auto")
+    plan = planned_on_h100(accumulating_job("offload.sums_on=auto", *keys), machine)
+    all_sums = planned_on_h100(accumulating_job("offload.sums_on=device", *keys), machine)
+    assert plan.fits and 0 < plan.job.offload.gradients.device_share < 1
+    assert plan.placed.recomputed < all_sums.placed.recomputed
+    assert plan.prediction.tokens_per_s > all_sums.prediction.tokens_per_s
+
+
 def test_a_step_of_one_microbatch_keeps_the_host() -> None:
     assert planned_on_h100(
         accumulating_job("offload.sums_on=auto", "train.grad_accum_steps=1")
     ).job.offload.gradients.sums_tier == ("host")
 
 
-def _host_between() -> Machine:
+def _host_between(*keys: str) -> Machine:
     """Return a machine whose host has room for 16-bit gradients and none for fp32 sums."""
+    on_host = ("offload.sums_on=host", "offload.sums_down=fp32")
     narrow = ("offload.sums_on=device", "offload.sums_down=working")
-    wide, less = (
-        max(planned_on_h100(accumulating_job(*some)).host_peaks.values()) for some in ((), narrow)
-    )
+    jobs_of_both = (accumulating_job(*keys, *some) for some in (on_host, narrow))
+    wide, less = (max(planned_on_h100(config).host_peaks.values()) for config in jobs_of_both)
     assert less < wide
     machine = with_memory(host="1 TiB")
     room = planned_on_h100(accumulating_job(), machine).host_room

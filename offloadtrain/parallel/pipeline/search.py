@@ -121,7 +121,7 @@ class Found:
         if changed.get("recompute_blocks", 0) is None:
             # The same: a number cannot be left out by --set.
             changed |= {"activation": "recompute", "recompute_blocks": 0}
-        return "".join(f" offload.{key}={value}".lower() for key, value in changed.items())
+        return " " + text_of({f"offload.{key}": value for key, value in changed.items()})
 
 
 def search(
@@ -230,13 +230,10 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
 
 
 def _with_sums(job: Config, count: int) -> Iterator[Config]:
-    """Yield the job with so many microbatches summed on the host, unless it asks for the device,
-    and on the device."""
-    requested = job.offload.gradients.sums_tier
-    if requested != "device":
-        yield with_sums_on(job, "host")
-    if requested == "device" or count > 1:
-        yield with_sums_on(job, "device")
+    """Yield the job with so many microbatches summed where it asks for, and on the device."""
+    share = job.offload.gradients.device_share
+    for of_sums in sorted({share, 1.0 if count > 1 else share}):
+        yield with_sums_on(job, of_sums)
 
 
 def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:

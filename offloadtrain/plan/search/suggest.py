@@ -234,7 +234,7 @@ def single_changes(
     choices = choices_of(job, ranks) | {
         "offload.state_on": distinct("auto", "host"),
         "offload.recompute_blocks": ("auto",) if job.offload.activations.recomputes else (),
-        "offload.sums_on": ("host", "device"),
+        "offload.sums_on": ("auto", "host"),
         "offload.sums_down": ("fp32", "working"),
         "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
         # What a trace tells is of eager operations.

@@ -31,6 +31,7 @@ from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
+from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 
@@ -78,9 +79,25 @@ def with_sum_tiers(blocks: Sequence[BlockSpec], config: OffloadConfig) -> tuple[
     chosen |= _spread(layers, max(wanted, 0) / max(sum(bucket.numel for bucket in layers), 1))
 
     def placed(bucket: BucketSpec) -> BucketSpec:
-        return replace(bucket, sums_on_device=True) if bucket.name in chosen else bucket
+        return replace(bucket, sums_on_device=bucket.name in chosen)
 
     return tuple(replace(block, buckets=tuple(map(placed, block.buckets))) for block in blocks)
+
+
+def sums_bytes(spec: StepSpec, share: float) -> int:
+    """Count the bytes of the device for so large a share of the sums of microbatches."""
+    blocks = with_sum_tiers(spec.blocks, spec.config.replace(sums_on={"device": share}))
+    spread = replace(spec, blocks=blocks)
+    summed = filter(spread.sums_on_device, spread.buckets)
+    return sum(ITEMSIZE["float32"] * bucket.shard_numel for bucket in summed)
+
+
+def sums_share(spec: StepSpec) -> float:
+    """Return the share of the sums of microbatches that are on the device, of those that the host's
+    updates read."""
+    on_host = spec.buckets_on(Tier.HOST)
+    summed = sum(bucket.numel for bucket in on_host if spec.sums_on_device(bucket))
+    return summed / max(sum(bucket.numel for bucket in on_host), 1)
 
 
 def _spread(buckets: Sequence[BucketSpec], share: float) -> set[str]:

@@ -381,6 +381,17 @@ def _problems(config: Config) -> Iterator[str]:
             "ranks.expert): Liger's loss needs the whole model on each rank; leave it out",
         ),
         (
+            data.varlen_attention and config.hf is None and model.dropout,
+            f"data.varlen_attention = true needs model.dropout = 0.0, not {model.dropout}: its "
+            "kernel drops nothing",
+        ),
+        (
+            data.varlen_attention and (divided or offload.activations.mode == "offload_saved"),
+            "data.varlen_attention = true does not go with ranks.pipeline, ranks.tensor or "
+            "ranks.expert above 1, or with offload.activation = 'offload_saved', whose plan would "
+            "need the lengths of documents",
+        ),
+        (
             optim.warmup_steps > train.steps,
             f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = "
             f"{train.steps}",

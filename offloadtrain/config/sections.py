@@ -61,6 +61,9 @@ class DataConfig:
         packing: "stream": sequences are windows over all documents, and attention crosses their
             ends; "isolated": the same, but positions and attention begin anew with each document;
             "padded": one document per sequence, cut or filled up to `seq_len`.
+        varlen_attention: with packing "isolated", compute the attention within documents only,
+            instead of that of all pairs under a mask. Faster where documents are short; the results
+            differ by rounding.
     """
 
     source: str = ranged("", _PATH_OR_NONE)
@@ -78,6 +81,7 @@ class DataConfig:
         256, ((lambda value: 2 <= value <= MOST_SEQ_LEN), f"from 2 to {MOST_SEQ_LEN}")
     )
     packing: Packing = "stream"
+    varlen_attention: bool = False
 
 
 def data_contradictions(data: DataConfig, *, evaluates: int) -> list[str]:
@@ -96,6 +100,10 @@ def data_contradictions(data: DataConfig, *, evaluates: int) -> list[str]:
             not data.source and not data.train,
             "data.source is missing: a file or folder of text or records, or python-stdlib; or set "
             "data.train to a token file made by `offloadtrain prepare`",
+        ),
+        (
+            data.varlen_attention and data.packing != "isolated",
+            'data.varlen_attention = true needs data.packing = "isolated"',
         ),
         (
             not data.source and data.chat_template,

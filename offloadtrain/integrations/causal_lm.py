@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import Tensor
 from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.integrations.adapters import base_model
 from offloadtrain.integrations.pretrained import deferred_model, reading
+from offloadtrain.model.documents import attend_documents, document_bounds
 from offloadtrain.model.language_model import Sampling, uncompiled
 from offloadtrain.model.loss import cross_entropy
 
@@ -80,10 +82,11 @@ class CausalLm:
     def check_isolates(self) -> None:
         """Raises CausalLmError for a model that does not keep the documents of a sequence apart
         where their positions begin anew: those do whose masks are made by transformers' own
-        functions."""
+        functions, and that have no layers with a state (recurrent or convolutional)."""
         base = base_model(self.module)
         source = inspect.getsource(inspect.getmodule(type(base)))  # type: ignore[arg-type]
-        if "create_causal_mask(" not in source:
+        has_masks = re.search(r"create_causal_mask\(|= create_causal_mask if", source)
+        if not has_masks or re.search("recurrent_state|ssm_state|conv_state|slope_rate", source):
             raise CausalLmError(
                 f"{type(base).__name__} lets attention, or its recurrence, cross the "
                 'ends of documents: data.packing must be "stream" or "padded"'
@@ -102,6 +105,12 @@ class CausalLm:
         inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if positions_BT is not None:
             inputs["position_ids"] = positions_BT
+            text = base_model(self.module).config.get_text_config()
+            if text._attn_implementation == VARLEN_ATTENTION:
+                # As transformers names them for flash attention: its models pass them on.
+                bounds, longest = document_bounds(positions_BT), positions_BT.shape[1]
+                inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+                inputs |= {"max_length_q": longest, "max_length_k": longest}
         if self.chunked and torch.is_grad_enabled():
             inputs |= {"labels": targets_BT, "shift_labels": targets_BT}
             inputs["num_items_in_batch"] = targets_BT.numel() if divisor is None else divisor
@@ -152,6 +161,83 @@ class CausalLm:
         finally:
             self.module.train(was_training)
         return cast(Tensor, generated)
+
+
+VARLEN_ATTENTION = "offloadtrain_varlen"
+"""Name of `_attended` in transformers."""
+
+
+def attend_within_documents(model: Any) -> None:
+    """Make a model of transformers compute attention within documents by `attend_documents`."""
+    from transformers import AttentionInterface
+
+    # No mask function of this name: transformers makes no mask then.
+    AttentionInterface.register(VARLEN_ATTENTION, _attended)
+    base_model(model).set_attn_implementation(VARLEN_ATTENTION)
+
+
+def _attended(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: queries (B, N, T, H), keys and values (B, K, T, H), to
+    (B, T, N, H).
+
+    Raises:
+        CausalLmError: attention of the model that variable-length attention does not compute.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = more.get("sliding_window")
+    refused = {
+        f"dropout of {dropout}": dropout,
+        f"a window of {window} tokens": window is not None and window < query.shape[2],
+        "capped scores": more.get("softcap") is not None,
+        "attention sinks": more.get("s_aux") is not None,
+        "layers that do not get the bounds of documents": module.training and cu_seq_lens_q is None,
+    }
+    if wrong := [what for what, present in refused.items() if present]:
+        raise CausalLmError(
+            f"its attention has {wrong[0]}, which variable-length attention does not compute: "
+            "leave data.varlen_attention out"
+        )
+    if cu_seq_lens_q is None:  # a text that is generated is one document
+        output: Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **more
+        )[0]
+        return output, None
+    return attend_documents(query, key, value, cu_seq_lens_q, scale=scaling).transpose(1, 2), None
+
+
+def check_varlen(empty: Any, seq_len: int) -> None:
+    """Run a forward of a model on the meta device, where `_attended` refuses what it does not
+    compute.
+
+    Raises:
+        CausalLmError: naming it.
+    """
+    attend_within_documents(empty)
+    tokens_BT = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
+    kind = type(base_model(empty)).__name__
+    try:
+        # 16 bits: torch's grouped products of experts take no others there.
+        trained = CausalLm.of(empty.to(torch.bfloat16).train())
+        trained.loss(tokens_BT, tokens_BT, positions_BT=tokens_BT)
+    except CausalLmError as error:
+        raise CausalLmError(f"{kind}: {error}") from None
+    except RuntimeError as error:
+        raise CausalLmError(
+            f"{kind} cannot be tried without weights ({error}), so that data.varlen_attention "
+            "cannot be checked: leave it out"
+        ) from error
 
 
 def transformers_package(what: str) -> Any:

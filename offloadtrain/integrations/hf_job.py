@@ -28,6 +28,8 @@ from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import (
     CausalLm,
     CausalLmError,
+    attend_within_documents,
+    check_varlen,
     freeze_other_modalities,
     transformers_package,
 )
@@ -174,6 +176,7 @@ def build(
     device: torch.device,
     seed: int,
     terms: LossTerms | None = None,
+    varlen: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[CausalLm, OffloadOptimizer]:
     """Return the model in training mode, with its optimizer.
@@ -184,6 +187,7 @@ def build(
     Args:
         seed: of random weights and of adapters.
         terms: those of a loss in parts; None: whole logits.
+        varlen: attend within documents by variable-length attention.
         mesh: as in `offload`.
 
     Raises:
@@ -196,6 +200,8 @@ def build(
             from transformers.integrations.liger import apply_liger_kernel
 
             apply_liger_kernel(model, None)
+        if varlen:
+            attend_within_documents(model)
         return groups(freeze_other_modalities(model))
 
     if mesh is not None and mesh.tensor is not None:
@@ -301,15 +307,21 @@ def check_liger(hf: HfModel, device: torch.device) -> None:
         raise ConfigError(f"model.use_liger_kernel = true: {why}; leave it out")
 
 
-def check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:
-    """Raises ConfigError for a model that cannot do these: its loss in parts, or documents whose
-    attention does not cross their ends."""
+def check_can(hf: HfModel, *, chunked: bool, isolated: bool, varlen: int = 0) -> None:
+    """Raises ConfigError for a model that cannot do these: its loss in parts, documents whose
+    attention does not cross their ends, or variable-length attention within them.
+
+    Args:
+        varlen: tokens per sequence of variable-length attention; 0: none.
+    """
     if not (chunked or isolated):
         return
     empty = empty_model(_config(hf.hf), None)
     try:
         if isolated:
             CausalLm.of(empty).check_isolates()
+        if varlen:
+            check_varlen(empty_model(_config(hf.hf), None), varlen)
     except CausalLmError as error:
         raise ConfigError(str(error)) from None
     try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Stage
 from offloadtrain.engine import ModelError
-from offloadtrain.integrations.causal_lm import CausalLm
+from offloadtrain.integrations.causal_lm import CausalLm, attend_within_documents
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.hf_job import described_model
 from offloadtrain.model.loss import cross_entropy
@@ -50,6 +50,8 @@ class HfTrace:
         assert self.job.hf is not None
         model = described_model(self.job.hf).train()
         transformers_plan.narrowed(model, self.job.ranks.tensor)
+        if self.job.data.varlen_attention:
+            attend_within_documents(model)
         loss: Callable[[Any, Config], Tensor] = _loss
         if stage is not None:
             cut_stage(model, divide(model, stage.count, layers_per_stage), stage.index)

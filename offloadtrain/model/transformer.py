@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.model.documents import attend_documents, document_bias, document_bounds
 from offloadtrain.model.experts import Experts, MixtureOfExperts
 from offloadtrain.model.layers import Embedding, Linear, RotaryTables, activated, own_draws, rotate
 from offloadtrain.model.loss import cross_entropy, linear_cross_entropy
@@ -31,6 +32,8 @@ class Transformer(nn.Module):
     Attributes:
         chunked_loss: with targets, logits are made for a part of the vocabulary at a time: set it
             to the terms of that loss.
+        varlen_attention: attention within documents computes their own pairs only; False: it hides
+            the others with a mask. See [Note: Packed documents] in `documents.py`.
 
     Pre-norm residual blocks. Parameters are made in torch's default dtype on its default device;
     on the meta device no weight is drawn: call `init_weights` after `to_empty`.
@@ -45,6 +48,7 @@ class Transformer(nn.Module):
             raise ValueError(f"impossible model shape: {'; '.join(problems)}")
         self.shape = shape
         self.chunked_loss: LossTerms | None = None
+        self.varlen_attention = False
         self.embedding = Embedding(shape.vocab_size, shape.d_model)
         self.positions: nn.Module
         if shape.positions == "learned":
@@ -93,14 +97,15 @@ class Transformer(nn.Module):
         rotary: Rotary | None = None
         if self.shape.positions == "rotary":
             rotary = self.positions(seq_len, positions_BT)
-        bias = (
-            None
-            if positions_BT is None
-            else document_bias(positions_BT, x_BTD.dtype, causal=self.shape.is_causal)
-        )
+        bias: Tensor | None = None
+        bounds: Tensor | None = None
+        if positions_BT is not None and self.varlen_attention:
+            bounds = document_bounds(positions_BT)
+        elif positions_BT is not None:
+            bias = document_bias(positions_BT, x_BTD.dtype, causal=self.shape.is_causal)
         balances: list[Tensor] = []
         for block in self.blocks:
-            output = block(x_BTD, rotary, bias)
+            output = block(x_BTD, rotary, bias, bounds)
             if self.shape.num_experts:
                 x_BTD, balance = output
                 balances.append(balance)
@@ -216,10 +221,18 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        bias_B1TT: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (B, T, D); with experts, a tuple of it and their load-balancing loss."""
-        mixed_BTD = self.attention(self.attention_norm(x_BTD), rotary, bias_B1TT)
+        """Return (B, T, D); with experts, a tuple of it and their load-balancing loss.
+
+        Args:
+            bias_B1TT, bounds: what keeps documents apart, see `documents.py`; None: nothing does.
+        """
+        mixed_BTD = self.attention(self.attention_norm(x_BTD), rotary, bias_B1TT, bounds)
         x_BTD = x_BTD + self.dropout(mixed_BTD)
         output = self.mlp(self.mlp_norm(x_BTD))
         if isinstance(self.mlp, MixtureOfExperts):
@@ -247,13 +260,20 @@ class Attention(nn.Module):
         self.out = Linear(self.num_heads * self.head_dim, shape.d_model, bias=shape.bias)
 
     def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        bias_B1TT: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         qkv_BTMH = self.qkv(x_BTD).unflatten(2, (-1, self.head_dim))  # M = N + 2K
         heads = (self.num_heads, self.kv_heads, self.kv_heads)
         q_BNTH, k_BKTH, v_BKTH = qkv_BTMH.transpose(1, 2).split(heads, dim=1)
         if rotary is not None:
             q_BNTH, k_BKTH = rotate(q_BNTH, *rotary), rotate(k_BKTH, *rotary)
+        if bounds is not None:
+            mixed_BNTH = attend_documents(q_BNTH, k_BKTH, v_BKTH, bounds, causal=self.causal)
+            return cast(Tensor, self.out(mixed_BNTH.transpose(1, 2).flatten(2)))
         drops = self.dropout if self.training else 0.0
         with own_draws(self.part if drops else None, x_BTD.device):
             mixed_BNTH = F.scaled_dot_product_attention(
@@ -266,21 +286,6 @@ class Attention(nn.Module):
                 enable_gqa=self.kv_heads != self.num_heads,
             )
         return cast(Tensor, self.out(mixed_BNTH.transpose(1, 2).flatten(2)))
-
-
-def document_bias(positions_BT: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
-    """Return the bias of the scores of attention within documents, (B, 1, T, T): 0 where a token
-    attends to another, else -inf.
-
-    Made once and shared by all layers: as a boolean mask, each would keep a converted copy for
-    backward.
-    """
-    document_BT = (positions_BT == 0).cumsum(1)
-    visible_BTT = document_BT[:, :, None] == document_BT[:, None, :]
-    if causal:
-        visible_BTT = visible_BTT.tril()
-    bias_BTT = torch.zeros(visible_BTT.shape, dtype=dtype, device=positions_BT.device)
-    return bias_BTT.masked_fill_(~visible_BTT, float("-inf"))[:, None]
 
 
 class Mlp(nn.Module):

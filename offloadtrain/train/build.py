@@ -198,7 +198,8 @@ def described(job: Config) -> Config:
     if job.hf is None:
         return job
     isolated = job.data.packing == "isolated"
-    hf_job.check_can(job.hf, chunked=job.train.chunked_loss, isolated=isolated)
+    varlen = job.data.seq_len if job.data.varlen_attention else 0
+    hf_job.check_can(job.hf, chunked=job.train.chunked_loss, isolated=isolated, varlen=varlen)
     return replace(job, hf=hf_job.described(job.hf, job.ranks, job.model.num_layers))
 
 
@@ -234,11 +235,12 @@ def _offloaded(
             device=device,
             seed=config.train.seed,
             terms=terms,
+            varlen=config.data.varlen_attention,
             mesh=None if mesh.is_plain else mesh,
         )
         return module, optimizer, None
     model = divided(shape, mesh)
-    model.chunked_loss = terms
+    model.chunked_loss, model.varlen_attention = terms, config.data.varlen_attention
     return OwnModel(model), offload_job(model, config, device, mesh), None
 
 

@@ -262,6 +262,21 @@ BAD_TOGETHER = [
         "train.label_smoothing = 1.0 must be from 0 to below 1",
     ),
     (
+        ["data.varlen_attention=true"],
+        'data.varlen_attention = true needs data.packing = "isolated"',
+    ),
+    (
+        ["data.varlen_attention=true", "data.packing=isolated", "model.dropout=0.1"],
+        "data.varlen_attention = true needs model.dropout = 0.0, not 0.1",
+    ),
+    (
+        [
+            *("data.varlen_attention=true", "data.packing=isolated"),
+            "offload.activation=offload_saved",
+        ],
+        "data.varlen_attention = true does not go with ranks.pipeline, ranks.tensor or",
+    ),
+    (
         ["optim.name=muon", "offload.state=int8"],
         'offload.state = "int8" rounds masters and moments together, which optim.name = "muon"',
     ),
@@ -675,7 +690,9 @@ def _configs(draw: st.DrawFn) -> Config:
     packing = draw(st.sampled_from(get_args(Packing)))
     samples = draw(st.integers(0, 3))
     of_encoders = ("mlm",) if packing != "padded" and not samples else ()
-    data["packing"] = st.just(packing)
+    varlen = packing == "isolated" and activation != "offload_saved" and draw(st.booleans())
+    data |= {"packing": st.just(packing), "varlen_attention": st.just(varlen)}
+    undropped: dict[str, Any] = {"dropout": st.just(0.0)} if varlen else {}
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -692,6 +709,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 num_experts=st.sampled_from((0, 2, 8)),
                 experts_per_token=st.integers(1, 2),
                 objective=st.sampled_from(("causal", *of_encoders)),
+                **undropped,
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),

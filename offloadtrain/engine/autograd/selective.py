@@ -51,7 +51,11 @@ _EXPENSIVE = frozenset(
         *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
         *("_efficient_attention_forward",),
     )
-) | {"flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"}
+) | {
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+    "torch_attn::_varlen_attn",
+}
 """Products and attention, by the names of their schemas."""
 
 

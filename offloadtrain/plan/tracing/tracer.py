@@ -189,6 +189,8 @@ class Microbatch:
         isolated: attention does not cross the ends of documents.
         options: those of `traced_options`.
         on_cpu: a CPU is planned for.
+        varlen: by variable-length attention. The lengths of documents are not known, so each
+            sequence counts as one document: an upper bound of the FLOPs.
     """
 
     shape: ModelShape
@@ -199,6 +201,7 @@ class Microbatch:
     isolated: bool
     options: OffloadConfig
     on_cpu: bool
+    varlen: bool = False
 
     def model(self, shape: ModelShape) -> Transformer:
         """Return the transformer on the meta device; `shape`: perhaps of fewer layers."""
@@ -206,7 +209,7 @@ class Microbatch:
             model = empty_transformer(shape, self.stage).train()
         except ValueError as error:
             raise PlanError(f"activations are traced for our transformer: {error}") from None
-        model.chunked_loss = self.terms
+        model.chunked_loss, model.varlen_attention = self.terms, self.varlen
         for module in model.modules():
             if isinstance(module, Experts) and shape.held_experts < shape.num_experts:
                 module.__class__ = _MeanLoad
@@ -272,6 +275,7 @@ class ShapeTrace:
             config.data.packing == "isolated",
             options,
             self.on_cpu,
+            config.data.varlen_attention,
         )
         most = max(_MOST_TOKENS // batch.seq_len, _FEW)
         if batch.samples <= most:

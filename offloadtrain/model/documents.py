@@ -1,0 +1,126 @@
+"""Attention within the documents of packed rows.
+
+[Note: Packed documents]
+A token attends to tokens of its own document only. There are two ways. A mask, `document_bias`, is
+added to the scores of all pairs in a row: torch computes them all, with its memory-efficient
+kernel. Variable-length attention computes the pairs within documents only: the rows are laid end
+to end, and `document_bounds` says where documents begin. It runs as torch's flash attention where
+that has a kernel, in 16 bits on a GPU of compute capability 8.0 and above, and elsewhere as one
+call per document. The results of the two ways differ by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def document_bias(positions_BT: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
+    """Return the bias of the scores of attention within documents, (B, 1, T, T): 0 where a token
+    attends to another, else -inf.
+
+    Made once and shared by all layers: as a boolean mask, each would keep a converted copy for
+    backward.
+    """
+    document_BT = (positions_BT == 0).cumsum(1)
+    visible_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    if causal:
+        visible_BTT = visible_BTT.tril()
+    bias_BTT = torch.zeros(visible_BTT.shape, dtype=dtype, device=positions_BT.device)
+    return bias_BTT.masked_fill_(~visible_BTT, float("-inf"))[:, None]
+
+
+def document_bounds(positions_BT: Tensor) -> Tensor:
+    """Return where documents begin in the rows laid end to end, and the end of the last one:
+    (documents + 1,) int32, on the device of the positions.
+
+    A document begins with each row, and where a position is 0. On a GPU this waits for the device,
+    once in a forward. Tensors without values (fake, meta) count as one document per row.
+    """
+    rows, seq_len = positions_BT.shape
+    if _has_no_values(positions_BT):
+        return positions_BT.new_empty(rows + 1, dtype=torch.int32)
+    begins_BT = positions_BT == 0
+    begins_BT[:, 0] = True
+    begins_N = begins_BT.flatten().nonzero().flatten().int()
+    return F.pad(begins_N, (0, 1), value=rows * seq_len)
+
+
+def attend_documents(
+    q_BNTH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    bounds: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention within documents, (B, N, T, H), in the dtype of the queries.
+
+    Args:
+        q_BNTH, k_BKTH, v_BKTH: K divides N.
+        bounds: those of `document_bounds`.
+        causal: a token attends to itself and those before it; False: to its whole document.
+        scale: of the scores; None: 1 / sqrt(H).
+    """
+    rows, _, seq_len, _ = q_BNTH.shape
+    shared = k_BKTH.shape[1] != q_BNTH.shape[1]
+    if _has_no_values(bounds):
+        return F.scaled_dot_product_attention(
+            q_BNTH, k_BKTH, v_BKTH, is_causal=causal, scale=scale, enable_gqa=shared
+        )
+    # S = B * T: the rows end to end.
+    q_SNH, k_SKH, v_SKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
+    if (varlen_attn := _flash_kernel(q_BNTH)) is not None:
+        mixed_SNH = varlen_attn(
+            *(q_SNH, k_SKH, v_SKH, bounds, bounds, seq_len, seq_len),
+            window_size=(-1, 0 if causal else -1),
+            scale=scale,
+            enable_gqa=shared,
+        )
+    else:
+        mixed_SNH = _one_by_one(q_SNH, k_SKH, v_SKH, bounds, causal, scale, shared)
+    return cast(Tensor, mixed_SNH.unflatten(0, (rows, seq_len)).transpose(1, 2))
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # its sizes are values of a tensor
+def _one_by_one(
+    q_SNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    bounds: Tensor,
+    causal: bool,
+    scale: float | None,
+    shared: bool,
+) -> Tensor:
+    lengths = bounds.diff().tolist()
+    parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q_SNH, k_SKH, v_SKH)), strict=True)
+    mixed = [
+        F.scaled_dot_product_attention(
+            q_NLH[None], k_KLH[None], v_KLH[None], is_causal=causal, scale=scale, enable_gqa=shared
+        )[0]
+        for q_NLH, k_KLH, v_KLH in parts
+    ]
+    return torch.cat(mixed, 1).transpose(0, 1)
+
+
+def _has_no_values(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _flash_kernel(q_BNTH: Tensor) -> Callable[..., Any] | None:
+    """Return torch's `varlen_attn`, if it computes these queries."""
+    width, in_16_bits = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
+    if not q_BNTH.is_cuda or not in_16_bits or width % 8 or width > 256:
+        return None
+    # With shared key/value heads and windows from torch 2.12 on.
+    if torch.__version__ < "2.12" or torch.cuda.get_device_capability(q_BNTH.device) < (8, 0):
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn

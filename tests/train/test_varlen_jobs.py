@@ -1,0 +1,135 @@
+"""Jobs with `data.varlen_attention`: the losses of those under a mask, and refusals by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.hf_model import HfModel
+from offloadtrain.events import schema
+from offloadtrain.hardware.machine import find
+from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.causal_lm import VARLEN_ATTENTION
+from offloadtrain.plan.plan import make
+from offloadtrain.train.build import described, tracer_of
+from offloadtrain.train.trained_model import evaluate, open_model
+from tests.train.small_job import ENCODER, events_of, run, small_job
+from tests.train.test_hf_jobs import hf_job_of, plain_losses, write_short
+
+ISOLATED, VARLEN = "data.packing=isolated", "data.varlen_attention=true"
+FP32 = "offload.precision=fp32"
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [step.loss for step in events_of(folder, schema.Step)]
+
+
+@pytest.mark.parametrize("overrides", [(), ENCODER], ids=["decoder", "encoder"])
+def test_a_job_has_the_losses_of_one_with_a_mask(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    keys = (*overrides, "model.dropout=0.0", ISOLATED, FP32, "train.steps=4")
+    for name, override in (("masked", ()), ("varlen", (VARLEN,))):
+        assert run(small_job(tmp_path, *keys, *override), tmp_path / name) == 0
+    masked, varlen = losses_of(tmp_path / "masked"), losses_of(tmp_path / "varlen")
+    assert varlen == pytest.approx(masked, rel=1e-5) and varlen[-1] < varlen[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama", ("train.chunked_loss=true", "offload.working=host")),
+        pytest.param("qwen3", ("offload.activation=recompute",), marks=pytest.mark.slow),
+        pytest.param("mixtral", (), marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_of_transformers_has_the_losses_of_a_plain_loop(
+    tmp_path: Path, name: str, overrides: tuple[str, ...]
+) -> None:
+    """Whose mask says which token sees which. Its run evaluates to its last validation loss."""
+    source = f"data.source={write_short(tmp_path)}"
+    job = hf_job_of(
+        tmp_path, name, ISOLATED, VARLEN, FP32, source, "train.eval_every=4", *overrides
+    )
+    assert run(job, tmp_path / "run") == 0
+    assert losses_of(tmp_path / "run") == pytest.approx(plain_losses(job), rel=1e-5)
+    assert VARLEN_ATTENTION not in (tmp_path / "run" / "resolved.toml").read_text()
+    trained = open_model(tmp_path / "run", torch.device("cpu"))
+    attention: Any = trained.model.module
+    assert attention.config._attn_implementation == VARLEN_ATTENTION
+    (val,) = (tmp_path / "data").rglob("val.bin")
+    last = events_of(tmp_path / "run", schema.Eval)[-1]
+    result = evaluate(trained, val, seq_len=32, batch=4, most_tokens=4 * 32)
+    assert result.loss == pytest.approx(last.val_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "why"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1}, "GPT2LMHeadModel: its attention has dropout of 0.1"),
+        ("mistral", {"sliding_window": 16}, "MistralForCausalLM: .* a window of 16 tokens"),
+        ("gemma2", {"sliding_window": 64, "head_dim": 8}, "Gemma2ForCausalLM: .* capped scores"),
+        ("gpt_oss", {"sliding_window": 64, "head_dim": 8}, "GptOssForCausalLM: .* attention sinks"),
+        ("opt", {"attention_dropout": 0.1}, "OPTForCausalLM"),
+        ("qwen3_next", {"head_dim": 8}, "Qwen3NextForCausalLM lets attention, or its recurrence"),
+    ],
+)
+def test_attention_that_it_does_not_compute_is_refused_by_name(
+    tmp_path: Path, kind: str, keys: dict[str, Any], why: str
+) -> None:
+    config = transformers.AutoConfig.for_model(
+        kind,
+        hidden_size=16,
+        num_hidden_layers=1,
+        vocab_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        **keys,
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(OffloadTrainError, match=why):
+        hf_job.check_can(HfModel(hf=str(tmp_path)), chunked=False, isolated=True, varlen=32)
+
+
+def test_a_wide_window_and_attention_without_dropout_are_taken(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(
+        "mistral", hidden_size=16, num_hidden_layers=1, vocab_size=256, sliding_window=32,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    hf_job.check_can(HfModel(hf=str(tmp_path)), chunked=False, isolated=True, varlen=32)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_plan_has_no_mask(tmp_path: Path, own: bool) -> None:
+    """It counts each sequence as one document: the FLOPs of a job without packing, at most."""
+    name, machine = find("rtx4090")
+    plans = {}
+    for keys in ((), (ISOLATED,), (ISOLATED, VARLEN)):
+        keys = (*keys, "device.kind=auto", "train.micro_batch=64", "offload.activation=recompute")
+        job = small_job(tmp_path, "model.dropout=0.0", *keys)
+        if not own:
+            job = hf_job_of(tmp_path, "llama", *keys)
+        job = described(replace(job, data=replace(job.data, seq_len=32)))
+        trace = None if own else tracer_of(job, machine, 1)
+        plans[keys[:-3]] = make(job, name, machine, 1, trace)
+    plain, masked, varlen = plans.values()
+    assert sum(varlen.device.values()) < sum(masked.device.values())
+    assert varlen.placed.traced is None or varlen.placed.traced.flops == plain.placed.traced.flops
+
+
+def test_text_is_generated_by_a_model_with_it(tmp_path: Path) -> None:
+    """As by the model without: a text is one document."""
+    keys = (ISOLATED, VARLEN, FP32, "train.sample_tokens=8", "train.eval_every=0")
+    job = hf_job_of(tmp_path, "llama", *keys)
+    assert run(job, tmp_path / "run") == 0
+    (varlen,) = events_of(tmp_path / "run", schema.Sample)
+    assert run(hf_job_of(tmp_path, "llama", *keys[:1], *keys[2:]), tmp_path / "masked") == 0
+    (masked,) = events_of(tmp_path / "masked", schema.Sample)
+    assert varlen.text == masked.text

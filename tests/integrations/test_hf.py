@@ -25,6 +25,7 @@ from offloadtrain.integrations.checkpoint_files import CheckpointError
 from offloadtrain.integrations.hf import refuse_arguments, rule_of
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
+from tests import levels
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -464,6 +465,7 @@ def make(folder: Path, offload: dict[str, Any] | None, model: Any, **settings: A
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("lives", [True, False])
 @pytest.mark.parametrize("offload", [{}, {"working": "host"}], ids=str)
 def test_a_second_trainer_goes_on(
@@ -598,6 +600,7 @@ class Gradients(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("offload", PLACEMENTS)
 def test_a_callback_of_the_trainer_reads_clipped_gradients(
     offload: dict[str, Any], tmp_path: Path
@@ -632,6 +635,7 @@ class Freezes(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("offload", PLACEMENTS)
 def test_a_callback_of_the_trainer_changes_what_is_trained(
     offload: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,7 +49,7 @@ def run_steps(rule: ot.LAMB, state: Any, layout: kernels.Layout, steps: int) -> 
     return grads
 
 
-@pytest.mark.parametrize("rule", [LAMB, CAPPED], ids=["", "capped"])
+@pytest.mark.parametrize("rule", [pytest.param(LAMB, marks=pytest.mark.slow), CAPPED])
 def test_a_step_is_the_papers(rule: ot.LAMB, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against fp64, after 5 steps: a few roundings of fp32 per step and element. Every backend has
     the same bits."""

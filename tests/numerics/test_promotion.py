@@ -197,6 +197,7 @@ def contents_after(steps: int, optimizer: ot.OffloadOptimizer, model: nn.Module)
     return contents(optimizer, model)
 
 
+@pytest.mark.cover(1, levels.ALL)
 @pytest.mark.parametrize("update", ["exact", "delayed"])
 @pytest.mark.parametrize("at", [CHECK_STEPS, STEPS], ids=["before", "after"])
 @pytest.mark.parametrize("into", [3, STEPS], ids=["new", "promoted"])

@@ -29,6 +29,7 @@ from offloadtrain.parallel.pipeline.plan import stages_of, times_of
 from offloadtrain.parallel.pipeline.times import least_seconds
 from offloadtrain.plan.automatic import with_sums_on
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.suggest import text_of
 
 PER_RANK = (2, 4)
 """Stages on each rank that are tried with "interleaved"."""

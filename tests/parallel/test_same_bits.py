@@ -139,6 +139,7 @@ UNFLUSHED = [
     case("gpt", REPLICAS, HOST | CLIP | {"skipped": 2}),
     case("gpt", FOUR, THREADS | {"skipped": 1, "state": "int8"}, long=True),
     case("gpt", TWO, CLIP | {"sums_on": "device"}, long=True),
+    case("gpt", TWO, CLIP | {"sums_on": {"device": 0.4}}),
     case("gpt", FOUR, HOST | SAVED, long=True),
     case("gpt", REPLICAS, THREADS | {"zero_stage": 1, "reduction": "fp32"}, long=True),
     case("gpt, experts", TWO, HOST | SPLIT16 | CLIP, long=True),

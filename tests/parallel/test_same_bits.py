@@ -87,6 +87,7 @@ STAGES = [
     ),
     case("gpt", TWO, OFFLOAD | HOST | {"device_slots": 1, "groups": True}, long=True),
     case("gpt", FOUR, FP16 | INTERLEAVED, long=True),
+    case("gpt", TWO, INTERLEAVED | CLIP | {"sums_on": {"device": 0.4}}),
     case("gpt", TWO, SELECTIVE | HOST | CLIP, long=True),
     case("gpt", TWO, OFFLOAD | {"recompute_blocks": 1, "skip_nonfinite": False}, long=True),
     # Stages of a single layer that gets the model's own fp32 input; forwards that compute between

@@ -27,6 +27,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "streamed": {"working": "host", "device_slots": 1, "activation": "recompute"},
     "microbatches": {"grad_accum_steps": 2, "clip_norm": 0.2},
     "sums on the device": {"grad_accum_steps": 2, "sums_on": "device", "clip_norm": 0.2},
+    "sums on both": {"grad_accum_steps": 2, "sums_on": {"device": 0.4}, "clip_norm": 0.2},
     "state on the device": {"state_on": "device", "clip_norm": 0.2},
     "state on the disk": {"state_on": "disk"},
     "speculative": {"update": "speculative"},

@@ -87,6 +87,7 @@ STAGES = [
     ),
     case("gpt", TWO, OFFLOAD | HOST | {"device_slots": 1, "groups": True}, long=True),
     case("gpt", FOUR, FP16 | INTERLEAVED, long=True),
+    case("gpt", TWO, INTERLEAVED | CLIP | {"sums_on": {"device": 0.4}}),
     case("gpt", TWO, SELECTIVE | HOST | CLIP, long=True),
     case("gpt", TWO, OFFLOAD | {"recompute_blocks": 1, "skip_nonfinite": False}, long=True),
     # Stages of a single layer that gets the model's own fp32 input; forwards that compute between
@@ -139,6 +140,7 @@ UNFLUSHED = [
     case("gpt", REPLICAS, HOST | CLIP | {"skipped": 2}),
     case("gpt", FOUR, THREADS | {"skipped": 1, "state": "int8"}, long=True),
     case("gpt", TWO, CLIP | {"sums_on": "device"}, long=True),
+    case("gpt", TWO, CLIP | {"sums_on": {"device": 0.4}}),
     case("gpt", FOUR, HOST | SAVED, long=True),
     case("gpt", REPLICAS, THREADS | {"zero_stage": 1, "reduction": "fp32"}, long=True),
     case("gpt, experts", TWO, HOST | SPLIT16 | CLIP, long=True),

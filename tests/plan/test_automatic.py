@@ -435,12 +435,31 @@ def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> 
     assert decided.fits and "summed on the device" not in report.text(decided)
 
 
-def test_the_least_share_with_which_the_host_has_room_keeps_most_activations() -> None:
-    """Fewer sums on the device leave room for layers whose forward does not run again."""
+def _with_room_for_all_sums_or_activations() -> tuple[tuple[str, ...], Machine]:
+    """Return keys of a job whose sums fit on the GPU if the forward of all layers runs again, and
+    on the host if they are rounded; and the machine."""
     keys = ("offload.sums_down=working", "offload.activation=recompute", "train.micro_batch=4")
     all_again = planned_on_h100(accumulating_job("offload.sums_on=device", *keys))
     room = int(sum(all_again.device.values()) / FULL) + H100.gpu_reserved_bytes
-    machine = replace(_host_between(*keys), gpu_memory=f"{room} B")
+    return keys, replace(_host_between(*keys), gpu_memory=f"{room} B")
+
+
+def test_a_job_that_does_not_fit_is_told_the_share_with_which_it_is_fastest() -> None:
+    _, machine = _with_room_for_all_sums_or_activations()
+    config = accumulating_job("train.micro_batch=4", "offload.working=host")
+    (change,) = (
+        change
+        for change in nearest(config, "", machine, 1)
+        if change.keys.get("offload.activation") == "recompute"
+    )
+    share = change.plan.job.offload.gradients.device_share
+    assert 0 < share < 1 and f"offload.sums_on={{device={share}}}" in change.text
+    assert "offload.recompute_blocks=6" in change.text and change.plan.fits
+
+
+def test_the_least_share_with_which_the_host_has_room_keeps_most_activations() -> None:
+    """Fewer sums on the device leave room for layers whose forward does not run again."""
+    keys, machine = _with_room_for_all_sums_or_activations()
     keys = (*keys, "offload.recompute_blocks=auto")
     plan = planned_on_h100(accumulating_job("offload.sums_on=auto", *keys), machine)
     all_sums = planned_on_h100(accumulating_job("offload.sums_on=device", *keys), machine)

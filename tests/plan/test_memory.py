@@ -191,7 +191,9 @@ def test_nothing_offloaded(accum: int, activation: str) -> None:
     assert state == 12 * sum(bucket.numel for bucket in place(config).spec.buckets)
 
 
-@pytest.mark.parametrize("sums_on", ["host", pytest.param("device", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sums_on", ["host", pytest.param("device", marks=pytest.mark.slow), "{device=0.4}"]
+)
 def test_half_of_the_state_on_the_device(sums_on: str) -> None:
     keys = {"offload__state_on": "{device=0.5}", "offload__sums_on": sums_on}
     config = job(GPT, train__grad_accum_steps=2, **keys)

@@ -66,6 +66,22 @@ SKIPS = [
 """A few tokens for many experts."""
 
 
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_run_resumes_with_another_share_of_the_sums_on_the_device(
+    tmp_path: Path, stop_after: StopAfter, share: int
+) -> None:
+    sums_on = [f"offload.sums_on={{device={of}}}" for of in (0.4, share)]
+    keys = ("offload.clip_norm=0.3", "train.grad_accum_steps=3", "train.micro_batch=1")
+    first, other = (small_job(tmp_path, *keys, of) for of in sums_on)
+    uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
+    assert run(first, uninterrupted) == 0
+    stop_after(5)
+    assert run(first, parted) == 75
+    stop_after(None)
+    assert run(other, parted, resume=str(parted)) == 0
+    assert_same_run(parted, uninterrupted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "limits"),

@@ -281,22 +281,23 @@ def _with_less_recompute(
     job: Config, change: Change, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> Change:
     """Return a change to layers that are all recomputed with the fewest that fit, where that is
-    faster. Where the shape of a model only estimates its activations, or a number of layers would
-    take several traces, all stay."""
+    faster; sums that it puts on the device are then the share that is fastest with them. Where the
+    shape of a model only estimates its activations, or a number of layers would take several
+    traces, all stay."""
     of_all = change.plan.job.offload.activations.recompute_blocks is None
     if not ("offload.activation" in change.keys and of_all and change.plan.fits):
         return change
     if trace is not None or job.hf is not None:
         return change
-    less = _changed(
-        job, change.keys | {"offload.recompute_blocks": "auto"}, name, machine, ranks, trace
-    )
+    is_open = {key: "auto" for key in ("offload.sums_on",) if key in change.keys}
+    is_open["offload.recompute_blocks"] = "auto"
+    less = _changed(job, change.keys | is_open, name, machine, ranks, trace)
     if less is None or not less.plan.fits:
         return change
     if less.plan.prediction.tokens_per_s < change.plan.prediction.tokens_per_s * (1 + SAME):
         return change
-    count = less.plan.job.offload.activations.recompute_blocks
-    return Change(change.keys | {"offload.recompute_blocks": count}, less.plan)
+    decided = is_open.keys() | change.keys.keys() & {*SUMS}
+    return Change(change.keys | {key: value_of(less.plan.job, key) for key in decided}, less.plan)
 
 
 def settled(

@@ -279,8 +279,7 @@ class SpeculationPolicy:
         return self.is_enabled and 2 * sum(self._recent) >= len(self._recent)
 
     def is_mostly_wrong(self) -> bool:
-        is_full = len(self._recent) == self.WINDOW
-        return self.is_enabled and is_full and not self.should_speculate()
+        return self.is_enabled and len(self._recent) == self.WINDOW and not self.should_speculate()
 
     def add_outcome(self, right: bool) -> None:
         self._recent.append(right)

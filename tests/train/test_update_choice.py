@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from offloadtrain_tui.moments import moment_of
 
 from offloadtrain.config.job import Config
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.plan import automatic
 from offloadtrain.train import update_choice
 from offloadtrain.train.trainer import Trainer
@@ -86,6 +87,8 @@ def test_the_faster_mode_stays_also_after_a_resume(
     (event,) = events_of(auto, schema.Decided)
     assert event.step == DECIDES and f"auto: {decided} from here on" in event.message
     assert said.count(event.message) == 1
+    moments = [moment_of(r, b"") for r in log_lines.read(auto / "events" / "rank000.jsonl")]
+    assert event.message in [moment.text for moment in moments if moment], "the monitor lists it"
     measured = update_choice._SETTLING + update_choice.STEPS
     first = [False] + [True] * measured + [False] * measured
     assert guesses(auto) == first + [decided == "speculative"] * 4

@@ -9,8 +9,8 @@ reserve, is free, and gradients, masters and moments of the first blocks of the 
 room allows. The move is a change of the layout ([Note: Changes between steps] in
 `engine.relayout`), and the bits stay. Evaluations and longer batches count if they come before it.
 A later one that does not fit raises torch's OutOfMemoryError; when its step is dropped, the state
-goes back to the host, for good. Not among ranks, whose collectives would wait for the one that has
-failed.
+goes back to the host, for good, unless the host has no room by then. Not among ranks, whose
+collectives would wait for the one that has failed.
 
 A step is dropped between two others, or while the error is handled. A `zero_grad()` between a
 forward and its backward drops nothing, and the graph reads weights where they are.
@@ -32,16 +32,25 @@ from dataclasses import replace
 
 import torch
 
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.offload import OffloadConfig, OptionError, StateOn
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.relayout import check_room
+from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule
 from offloadtrain.optim.kernel_rules import KernelRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.device_memory import MemoryUse, failed_allocations, memory_use
-from offloadtrain.step.layout.buffer_table import buffer_table, device_bytes
-from offloadtrain.step.layout.state_tiers import device_share, filled, with_state_tiers
+from offloadtrain.step.layout.buffer_table import arena_rows, buffer_table, device_bytes
+from offloadtrain.step.layout.buffers import span_bytes
+from offloadtrain.step.layout.state_tiers import (
+    device_share,
+    filled,
+    first_on_device,
+    with_state_tiers,
+)
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 
@@ -121,13 +130,21 @@ class Promotion:
         has_failed = failed_allocations(self._device) > self._failures
         if not has_failed or not (is_handled or _is_unread(engine)):
             return None
-        self._measures, self._undecided = False, "host"
+        self._failures, spec = failed_allocations(self._device), engine.program.spec
+        on_host = replace(first_on_device(spec, 0), second_copies=frozenset())
+        text, moves = "the state goes back to the host and stays there", True
+        try:
+            check_room(on_host, available_bytes() + span_bytes(arena_rows(spec)))
+        except HostMemoryError as error:
+            text, moves = f"the state stays there, as the host has no room: {error}", False
         self._log(
             logging.WARNING,
             f"an allocation on the device has failed with {engine.reports.state_on_device:g} of "
-            "the optimizer state there: the state goes back to the host and stays there",
+            f"the optimizer state there: {text}",
         )
-        return "host"
+        if moves:
+            self._measures, self._undecided = False, "host"
+        return "host" if moves else None
 
     def _promoted(self, spec: StepSpec, share: float) -> StateOn | None:
         if share and self._is_available(spec, promoted := _with_share(spec, share)):

@@ -71,8 +71,8 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
 def _with_faster_update(job: Config, planned: Callable[[Config], Planned]) -> Config:
     """Return the job in mode "speculative" if a step whose guesses are right gains enough. Where
     more than half are wrong, that mode stops guessing, and updates as "exact" does."""
-    exact = decided(_with_update(job, "exact"), planned)
-    guessing = _with_update(job, "speculative")
+    exact = decided(with_update(job, "exact"), planned)
+    guessing = with_update(job, "speculative")
     of_rule = optim_contradictions(job.optim, guessing.offload)
     if any(map(any, (guessing.offload.problems(), of_rule, problems_of_ranks(guessing)))):
         return exact
@@ -83,7 +83,7 @@ def _with_faster_update(job: Config, planned: Callable[[Config], Planned]) -> Co
     return speculative if fast >= slow * (1 + GAIN) else exact
 
 
-def _with_update(job: Config, mode: UpdateMode) -> Config:
+def with_update(job: Config, mode: UpdateMode) -> Config:
     return replace(job, offload=job.offload.replace(update=mode))
 
 

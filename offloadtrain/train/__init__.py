@@ -2,7 +2,8 @@
 
 `build.py` assembles model, data and engine, `trainer.py` is the loop, `run_folder.py` owns a run's
 files and finds the run to resume, `log/` writes its events, `saving.py` saves and restores it over
-the files of `checkpoint/`, `emergency.py` saves it after a failure of the device.
+the files of `checkpoint/`, `emergency.py` saves it after a failure of the device,
+`update_choice.py` compares update modes.
 Nothing here parses a command line, and the monitor is never imported.
 Start at `trainer.Trainer.train`.
 """

@@ -93,7 +93,10 @@ class Emergency:
             kind = DeviceMemoryError if full else DeviceFailedError
             saved = checkpoint.find(self._saving.folder)
             last = (
-                f"The last checkpoint is {saved[0].name}" if saved else "There is no checkpoint yet"
+                f"The last checkpoint is {saved[0].name}: resume from it with --resume "
+                f"{self._saving.folder.parent}"
+                if saved
+                else "There is no checkpoint yet"
             )
             return kind(f"{problem}\nNo emergency checkpoint: {refused}. {last}.")
         outcome = f"the state after step {progress.step} was saved from host memory"
@@ -179,6 +182,9 @@ def on_device(tensor: Tensor) -> bool:
 def _smaller(config: Config) -> Iterator[str]:
     """Yield the settings that take less device memory than the job's."""
     train, offload = config.train, config.offload
+    # First, as it changes neither batches nor what is computed again.
+    if offload.state.device_share or offload.state.tier == "auto":
+        yield 'offload.state_on = "host"'
     if train.micro_batch > 1:
         halves = f"train.grad_accum_steps = {2 * train.grad_accum_steps}"
         yield f"train.micro_batch = {train.micro_batch // 2} with {halves}"
@@ -191,8 +197,6 @@ def _smaller(config: Config) -> Iterator[str]:
         yield "train.chunked_loss = true"
     if offload.gradients.sums_tier != "host":
         yield 'offload.sums_on = "host"'
-    if offload.state.device_share or offload.state.tier == "auto":
-        yield 'offload.state_on = "host"'
-    elif offload.weights.tier == "device":
+    if offload.state.tier == "host" and offload.weights.tier == "device":
         yield 'offload.working = "host"'
     yield "data.seq_len to less"

@@ -164,8 +164,8 @@ def run(
         if opened.checkpoint and not trainer.resume(opened.checkpoint, opened.skip):
             raise opened.no_checkpoint()
         trainer.saving.check_room(trainer.progress.step)
-        update = trainer.saving.update_choice
-        problems = opened.begin(job=job_text, resolved=jobs.dump(update.resolved), ranks=ranks)
+        resolved = jobs.dump(trainer.saving.update_choice.resolved)
+        problems = opened.begin(job=job_text, resolved=resolved, ranks=ranks)
         if ranks.rank == 0:
             _warn_of_folder(folder, problems, log)
         if distributed is not None:
@@ -173,7 +173,7 @@ def run(
         guards.watchdog.run = str(folder.path.resolve())
         # Only now: earlier requests are refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
-        log.started(context, trainer.progress, waiting, str(update))
+        log.started(context, trainer.progress, waiting)
         set_up.close()
         guards.stop.defer()
         status = trainer.train(requests, guards.stop)

@@ -251,7 +251,7 @@ class Saving:
         self._context.batches.load_state_dict(state["data"])
         self.spikes.load_state_dict(state["spikes"])
         if mode := state.get("update"):
-            self.update_choice.decide(mode)
+            self._log.decided(self.update_choice.decide(mode), source.step)
         replica = ranks.rank // self._config.ranks.tensor
         if replica < len(state["rng"]):
             restore_random_states(state["rng"][replica])

@@ -16,12 +16,11 @@ they are: their memory is planned, and nothing else is to use it.
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import UpdateMode
 from offloadtrain.engine import OffloadOptimizer
-from offloadtrain.plan.automatic import GAIN, with_decisions_of
+from offloadtrain.plan.automatic import GAIN, with_decisions_of, with_update
 from offloadtrain.train.build import TrainingContext
 
 STEPS = 8
@@ -40,29 +39,26 @@ class UpdateChoice:
 
     def __init__(self, config: Config, context: TrainingContext) -> None:
         optimizer, job = context.optimizer, with_decisions_of(config, context.plan.job)
-        is_open = config.offload.update == "auto" and job.offload.update == "speculative"
-        # In a pipeline a stage waits for others in every step: the plan's decision stays.
-        is_open = is_open and context.pipelined is None
+        is_open = (
+            config.offload.update == "auto"
+            and job.offload.update == "speculative"
+            # There a stage waits for others in every step: the plan's decision stays.
+            and context.pipelined is None
+        )
         self._optimizer = optimizer if is_open and isinstance(optimizer, OffloadOptimizer) else None
-        undecided = job.offload.replace(update="auto")
-        self.resolved = replace(job, offload=undecided) if is_open else job
+        self.resolved = with_update(job, "auto") if is_open else job
         self.decided: str | None = None
+        # Of the next step.
         self._mode, self._guesses = job.offload.update, False
-        """Mode of the next step, and whether it guesses."""
         self._step_ms: dict[str, list[float]] = {"speculative": [], "exact": []}
 
-    def __str__(self) -> str:
-        """What is known at the start."""
-        if self.decided:
-            return f"{self.decided}, as measured in this run"
-        measured = ", which the first steps compare with exact" if self._optimizer else ""
-        return f"{self._mode} as planned{measured}"
-
-    def decide(self, mode: UpdateMode) -> None:
-        """Keep to a decision: nothing is measured any more."""
-        if self._optimizer is not None:
-            self.decided = self._mode = mode
-            self._optimizer.speculate(enabled=mode == "speculative")
+    def decide(self, mode: UpdateMode) -> str:
+        """Keep to the decision of an earlier start; return a sentence, "" if nothing is new."""
+        if self._optimizer is None or self.decided:
+            return ""
+        self.decided = self._mode = mode
+        self._optimizer.speculate(enabled=mode == "speculative")
+        return f"offload.update = auto: {mode}, as measured in an earlier start"
 
     def after_step(self, step_ms: float) -> str:
         """Count a step that was not skipped.
@@ -78,17 +74,16 @@ class UpdateChoice:
         times = self._step_ms[self._mode]
         if self._guesses or self._mode == "exact":
             times.append(step_ms)
+        if self._mode == "exact" and len(times) == _SETTLING + STEPS:
+            guessed_ms, exact_ms = (
+                statistics.median(ms[_SETTLING:]) for ms in self._step_ms.values()
+            )
+            self.decide("exact" if guessed_ms >= exact_ms * (1 + GAIN) else "speculative")
+            return (
+                f"offload.update = auto: {self.decided} from here on; a step took {guessed_ms:.4g} "
+                f"ms with speculative and {exact_ms:.4g} ms with exact (medians of {STEPS} steps)"
+            )
         if len(times) == _SETTLING + STEPS:
-            if self._mode == "exact":
-                return self._compared()
             self._mode = "exact"
         self._guesses = self._optimizer.speculate(enabled=self._mode == "speculative")
         return ""
-
-    def _compared(self) -> str:
-        guessed_ms, exact_ms = (statistics.median(ms[_SETTLING:]) for ms in self._step_ms.values())
-        self.decide("exact" if guessed_ms >= exact_ms * (1 + GAIN) else "speculative")
-        return (
-            f"offload.update = auto: {self.decided} from here on; a step took {guessed_ms:.4g} ms "
-            f"with speculative and {exact_ms:.4g} ms with exact (medians of {STEPS} steps)"
-        )

@@ -337,7 +337,8 @@ def test_all_ranks_choose_one_update_mode(ranks: Run, tmp_path: Path, data: Path
         ranks(2, train_with_choice, path, data, update)
         ranks(2, train_with_choice, path, data, update, resume=True)
     for rank in (0, 1):
-        (event,) = events_of_rank(auto, schema.Decided, rank)
+        event, resumed = events_of_rank(auto, schema.Decided, rank)
+        assert resumed.message == "offload.update = auto: exact, as measured in an earlier start"
         assert "exact from here on; a step took 5 ms with speculative and 3 ms" in event.message
         early = [step.early_buckets > 0 for step in events_of_rank(auto, schema.Step, rank)]
         assert early == [False, *[True] * 10, *[False] * 14]

@@ -303,6 +303,26 @@ def test_out_of_memory_reaches_the_caller_and_is_the_last(
     assert "with 1 of the optimizer state there" in record.message
 
 
+def test_a_host_without_room_is_said_once_for_each_failure(
+    device: Device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state stays on the device, and later calls of zero_grad() ask for nothing."""
+    optimizer, model = trained(STEPS, state_on="auto")
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(promotion, "available_bytes", lambda: 0)
+        device.failures += 1
+        for _ in range(3):
+            optimizer.zero_grad()
+    (record,) = caplog.records
+    assert "the state stays there, as the host has no room: the change needs" in record.message
+    before = contents(optimizer, model)
+    device.failures += 1
+    optimizer.zero_grad()
+    assert not optimizer._engine.program.spec.has_state_on(Tier.DEVICE)
+    assert_equal(contents(optimizer, model), before)
+
+
 def test_a_graph_that_waits_for_its_backward_keeps_its_weights(device: Device) -> None:
     """Most loops call zero_grad() between a forward and its backward; an allocation has failed
     before, and somebody has handled it."""

@@ -13,7 +13,9 @@ from torch import Tensor
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.step.program import modes
+from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched
 from tests.numerics.comparison import (
     DTYPES,
@@ -163,6 +165,27 @@ def test_wrong_guesses_change_no_bit(
             assert guesses == [None, *(not bad for bad in wrong[1:])]
         optimizer.close()
     assert_equal(results["speculative"], results["exact"])
+
+
+@pytest.mark.parametrize(("state", "working"), [("fp32", "device"), ("int8", "host")])
+@pytest.mark.parametrize("late", [False, True], ids=["drawn", "late"])
+def test_guesses_are_switched_between_steps(state: str, working: str, late: bool) -> None:
+    """Off and on again, in any order of the lanes: the bits of a resident run, and no race."""
+    lanes = SeededLanes(3, late=late)
+    lanes.poison = True
+    recorder = RecordingLanes(lanes)
+    with on_lanes(recorder):
+        options = {"state": state, "working": working, "clip": 1e9} | SPECULATIVE
+        resident, optimizer, model = pair(make("chain"), **options)
+    guesses, stream = [], batches(12)
+    for number, tokens in enumerate(stream):
+        optimizer.speculate(enabled=number // 3 % 2 == 0)
+        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
+        guesses.append(report(optimizer).early_buckets > 0)
+    assert guesses == [False, True, True, *[False] * 3, *[True] * 3, *[False] * 3]
+    assert_same(resident, optimizer, model)
+    optimizer.close()
+    assert prove(recorder.program) == []
 
 
 def test_overflow_undoes_the_guess() -> None:

@@ -118,6 +118,28 @@ def test_a_full_device_names_its_owners_and_the_keys_to_change(
     assert isinstance(later, DeviceLostError) and "Largest owners" in str(later)
 
 
+@pytest.mark.slow
+def test_a_step_without_memory_is_repeated_by_a_resume_with_the_state_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the message says first; the bits are those of a run that had the room."""
+    on_device = ("offload.state_on={host=0.5,device=0.5}", "train.eval_every=0")
+    uninterrupted, path = tmp_path / "uninterrupted", tmp_path / "run"
+    assert run(small_job(tmp_path, *on_device), uninterrupted) == 0
+    full = torch.OutOfMemoryError
+    error = lose(
+        monkeypatch, small_job(tmp_path, *on_device), path, 8, "_accumulate", 5, error=full
+    )
+    assert isinstance(error, DeviceMemoryError)
+    assert f"resume from it with --resume {path}." in str(error)
+    assert 'Set offload.state_on = "host" or train.micro_batch' in str(error)
+    on_host = small_job(tmp_path, "offload.state_on=host", "train.eval_every=0")
+    assert run(on_host, path, resume=str(path)) == 0
+    steps = {line[0]: line for line in history(path)}
+    assert [*steps.values()] == history(uninterrupted)
+    assert tensor_hashes(path, 12) == tensor_hashes(uninterrupted, 12)
+
+
 @pytest.fixture
 def with_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has a persistent buffer, which is taken for one on the device."""
@@ -183,7 +205,10 @@ def test_where_no_emergency_checkpoint_can_be_made_the_message_says_why(
     assert problem.startswith("the device failed in step 5: ")
     assert re.search(why, refused), refused
     assert refused.startswith("No emergency checkpoint: ")
-    assert refused.endswith(". The last checkpoint is step-00000003.")
+    last = (
+        f". The last checkpoint is step-00000003: resume from it with --resume {tmp_path / 'run'}."
+    )
+    assert refused.endswith(last)
     assert run(job, tmp_path / "run", resume="auto") == 0
 
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from offloadtrain_tui.moments import moment_of
 
 from offloadtrain.config.job import Config
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.plan import automatic
 from offloadtrain.train import update_choice
+from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.update_choice import UpdateChoice
 from tests.train.conftest import assert_same_run
-from tests.train.small_job import events_of, run, small_job
+from tests.train.small_job import events_of, run, small_job, tensor_hashes
 
 STEPS = 2 * (update_choice._SETTLING + update_choice.STEPS) + 5
 DECIDES = STEPS - 4
@@ -48,6 +50,18 @@ def guesses(path: Path) -> list[bool]:
     return [event.early_buckets > 0 for event in events_of(path, schema.Step)]
 
 
+def kill_after(last: int) -> Callable[[Trainer], None]:
+    """Return what stands for `Trainer._between_steps`, and ends the run without a checkpoint."""
+    real = Trainer._between_steps
+
+    def between_steps(trainer: Trainer) -> None:
+        if trainer.progress.step == last:
+            raise RuntimeError("killed")
+        real(trainer)
+
+    return between_steps
+
+
 @pytest.mark.parametrize(
     ("speculative_ms", "exact_ms", "decided"),
     [(10.0, 20.0, "speculative"), (20.0, 10.0, "exact"), (10.2, 10.0, "speculative")],
@@ -68,11 +82,13 @@ def test_the_faster_mode_stays_also_after_a_resume(
     assert run(job_of(tmp_path, "offload.update=exact"), exact) == 0
     assert run(job_of(tmp_path, "offload.update=auto"), auto) == 0
     said = capsys.readouterr().err
-    assert "; update = auto: speculative as planned, which the first steps compare" in said
+    assert "; update = auto: speculative as planned\n" in said
     assert_same_run(auto, exact, STEPS)
     (event,) = events_of(auto, schema.Decided)
     assert event.step == DECIDES and f"auto: {decided} from here on" in event.message
     assert said.count(event.message) == 1
+    moments = [moment_of(r, b"") for r in log_lines.read(auto / "events" / "rank000.jsonl")]
+    assert event.message in [moment.text for moment in moments if moment], "the monitor lists it"
     measured = update_choice._SETTLING + update_choice.STEPS
     first = [False] + [True] * measured + [False] * measured
     assert guesses(auto) == first + [decided == "speculative"] * 4
@@ -80,11 +96,29 @@ def test_the_faster_mode_stays_also_after_a_resume(
 
     with_stops(job_of(tmp_path, "offload.update=auto"), parted, 2, DECIDES)
     assert_same_run(parted, exact, STEPS)
-    (event,) = events_of(parted, schema.Decided)
-    assert event.step == DECIDES + 2
+    first_event, event = events_of(parted, schema.Decided)
+    assert first_event.step == event.step == DECIDES + 2
+    assert event.message == f"offload.update = auto: {decided}, as measured in an earlier start"
     assert guesses(parted) == [False, True, *first, False, decided == "speculative"]
-    last_start = capsys.readouterr().err.rpartition("; resuming after")[0]
-    assert f"; update = auto: {decided}, as measured in this run" in last_start
+
+
+def test_a_run_that_is_killed_before_its_decision_is_saved_measures_again(
+    tmp_path: Path, clock: Callable[[float, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(20.0, 10.0)
+    exact, killed = tmp_path / "exact", tmp_path / "killed"
+    saves = f"train.checkpoint_every={DECIDES - 2}"
+    assert run(job_of(tmp_path, "offload.update=exact", saves), exact) == 0
+    job = job_of(tmp_path, "offload.update=auto", saves)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_between_steps", kill_after(DECIDES + 1))
+        with pytest.raises(RuntimeError, match="killed"):
+            run(job, killed)
+    assert len(events_of(killed, schema.Decided)) == 1 and not guesses(killed)[-1]
+    assert run(job, killed, resume=str(killed)) == 0
+    assert tensor_hashes(killed, STEPS) == tensor_hashes(exact, STEPS)
+    # The first step of a start does not guess.
+    assert guesses(killed)[-STEPS + DECIDES - 2 :] == [False, *[True] * (STEPS - DECIDES + 1)]
 
 
 def test_steps_without_a_guess_are_not_measured(

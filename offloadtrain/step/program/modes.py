@@ -273,12 +273,13 @@ class SpeculationPolicy:
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=self.WINDOW)
+        self.is_enabled = True
 
     def should_speculate(self) -> bool:
-        return 2 * sum(self._recent) >= len(self._recent)
+        return self.is_enabled and 2 * sum(self._recent) >= len(self._recent)
 
     def is_mostly_wrong(self) -> bool:
-        return len(self._recent) == self.WINDOW and not self.should_speculate()
+        return self.is_enabled and len(self._recent) == self.WINDOW and not self.should_speculate()
 
     def add_outcome(self, right: bool) -> None:
         self._recent.append(right)
@@ -292,15 +293,14 @@ class Speculative(Exact):
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)
         self._policy = SpeculationPolicy()
-        self._is_enabled = True
         self._used: object = None
 
     def speculate(self, *, enabled: bool) -> bool:
-        self._is_enabled = enabled
-        return enabled and self._policy.should_speculate()
+        self._policy.is_enabled = enabled
+        return self._policy.should_speculate()
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
-        if not (self._is_enabled and self._policy.should_speculate()):
+        if not self._policy.should_speculate():
             return
         self._used = self._used or early.hyperparameters
         update = Update(early.step, early.update.grad_scale, out_of_place=True)
@@ -332,8 +332,9 @@ class Speculative(Exact):
             self._staged.clear()
         self._used = None
         super().apply(order, decision)
-        is_mostly_wrong = self._is_enabled and self._policy.is_mostly_wrong()
-        return Speculation(guessed, right if guessed else None, mostly_wrong=is_mostly_wrong)
+        return Speculation(
+            guessed, right if guessed else None, mostly_wrong=self._policy.is_mostly_wrong()
+        )
 
     def drop(self) -> None:
         self._used = None

@@ -69,7 +69,6 @@ class _RunStart:
         config: the job of all ranks.
         step: optimizer steps done before.
         waiting: the wait policy of torch's threads, if not OpenMP's default.
-        update: how `offload.update = "auto"` is decided.
         calibrated_gbps: measured bandwidth of the bus by direction; empty on the CPU.
         peak_flops: of the devices of all ranks, per second, if known.
     """
@@ -80,7 +79,6 @@ class _RunStart:
     machine: SystemInfo
     step: int
     waiting: str
-    update: str
     device_name: str = "CPU"
     calibrated_gbps: dict[str, float] = field(default_factory=dict)
     peak_flops: float | None = None
@@ -138,14 +136,14 @@ class _RunStart:
         config, context, backend = self.config, self.context, kernels.backend()
         threads = f"{torch.get_num_threads()} threads{f' {self.waiting}' if self.waiting else ''}"
         is_auto = config.offload.update == "auto"
-        decided = f"; update = auto: {self.update}" if is_auto else ""
+        mode = f"; update = auto: {context.plan.job.offload.update} as planned" if is_auto else ""
         where = self.machine.cpu if self.device_name == "CPU" else self.device_name
         return (
             f"{config.name}: {format_count(config.num_params)} parameters, "
             f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
             f"compute: {where}, {context.precision}{f' ({context.why})' if context.why else ''}, "
             f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads"
-            f"{decided}\n"
+            f"{mode}\n"
             f"data: {format_count(len(context.train_tokens))} tokens to train on"
             + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
             + f"\n{run_cost(context.plan, done=self.step).text}\nrun: {self.run.path}"
@@ -472,18 +470,15 @@ class RunLog:
 
     # ---- start and end
 
-    def started(
-        self, context: TrainingContext, progress: Progress, waiting: str = "", update: str = ""
-    ) -> None:
+    def started(self, context: TrainingContext, progress: Progress, waiting: str = "") -> None:
         """Log the start of training from `progress.step` on.
 
         Args:
             waiting: the wait policy of torch's threads, if not OpenMP's default.
-            update: how `offload.update = "auto"` is decided.
         """
         self._progress, optimizer = progress, context.optimizer
         config, machine = self._config, probe(self._sampler.nvml)
-        start = _RunStart(self._run, config, context, machine, progress.step, waiting, update)
+        start = _RunStart(self._run, config, context, machine, progress.step, waiting)
         self._alerts.calibrated_gbps = start.calibrated_gbps
         if self._rank == 0:
             killed = oom_kills.count(cgroup.oom_counters())
@@ -701,11 +696,11 @@ class RunLog:
         )
         self._console.say(f"request: {request.action} {state}{f': {text}' if text else ''}")
 
-    def decided(self, sentence: str) -> None:
+    def decided(self, sentence: str, step: int) -> None:
         """Log and print what the run has decided by its steps, unless ""."""
         if sentence:
-            self._writer.emit(schema.Decided(step=self._progress.step, message=sentence))
-            self._console.say(f"step {self._progress.step}: {sentence}")
+            self._writer.emit(schema.Decided(step=step, message=sentence))
+            self._console.say(f"step {step}: {sentence}")
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
         self._writer.emit(schema.Sample(step=step, prompt=prompt, text=text))

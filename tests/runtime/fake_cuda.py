@@ -44,6 +44,7 @@ from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, Operation, Range
 from offloadtrain.runtime.lanes import cuda as cuda_module
 from offloadtrain.runtime.lanes.queues import PythonQueue, Worker, make_host_queue
 from offloadtrain.runtime.lanes.recorder import extent
+from offloadtrain.runtime.thread_pools import POOLS, shared_pool
 from offloadtrain.step.proof.recording import (
     Bytes,
     Closed,
@@ -395,6 +396,8 @@ LONGEST_S = 300
 def installed(host: str = "queue", **options: Any) -> Iterator[Gpu]:
     """The stand-in, and a host lane that is a native queue or a thread of Python; all threads that
     are begun inside must have ended by the end."""
+    for name in POOLS:
+        shared_pool(name)  # it lives as long as the process
     before = running()
     with pytest.MonkeyPatch.context() as patch:
         if host == "thread":

@@ -11,6 +11,7 @@ import torch
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import schema
 from offloadtrain.train.build import assemble
+from tests import levels
 from tests.gpu.precision import DEVICE, DTYPES, HAS_GPU
 from tests.train.conftest import assert_same_run
 from tests.train.small_job import events_of, run, small_job
@@ -18,6 +19,7 @@ from tests.train.small_job import events_of, run, small_job
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("precision", sorted(DTYPES.keys() - {"fp32"}))
 def test_resume_is_bit_exact_on_a_gpu(
     tmp_path: Path, with_stops: Callable[..., None], precision: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -209,7 +210,7 @@ def test_a_replay_shows_the_run_again(tmp_path: Path) -> None:
 def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
     folder = live(tmp_path / "run", steps=20)
 
-    async def test(process: subprocess.Popen[str]) -> None:
+    async def test(pid: int) -> None:
         async with watching(folder) as (app, press):
             assert "running" in text(app).splitlines()[0]
             step = recordings.step(21, recordings.random.Random(1))
@@ -223,13 +224,13 @@ def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
             await until(lambda: app.shown.view.step == 21)
             await press()
             assert "step 21" in text(app)
-            process.kill()
+            os.kill(pid, signal.SIGKILL)
             await until(lambda: app.shown.snapshot.state == "killed")
             await press()
             assert "killed" in text(app).splitlines()[0]
 
-    with trainer(folder) as process:
-        go(test(process))
+    with trainer(folder) as pid:
+        go(test(pid))
 
 
 def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import math
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,38 +30,57 @@ from offloadtrain.events import schema
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, Timed, lines, plain, ranks, unlucky, write
 
-_TRAINER = """
+_TRAINERS = """
 import os, sys, time
 from pathlib import Path
 from offloadtrain.train.run_folder import RunFolder
-run = RunFolder(Path(sys.argv[1]))
-run.begin("")
-run.write_run({})
-if "fork" in sys.argv:
+for line in sys.stdin:
     if os.fork() == 0:
+        os.setsid()
+        folder, *options = line.split()
+        run = RunFolder(Path(folder))
+        run.begin("")
+        run.write_run({})
+        if options and os.fork() == 0:
+            time.sleep(600)
+        print(os.getpid(), flush=True)
         time.sleep(600)
-print(os.getpid(), flush=True)
-time.sleep(600)
 """
 
 
+@cache
+def _trainers() -> subprocess.Popen[str]:
+    """One process for all tests, which imports torch once and forks on a line."""
+    command = [sys.executable, "-c", _TRAINERS]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(_ended, process)
+    return process
+
+
+def _ended(process: subprocess.Popen[str]) -> None:
+    with process:
+        process.kill()
+
+
 @contextmanager
-def trainer(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the run's lock, in a group of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _TRAINER, str(folder), *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
+def trainer(folder: Path, *options: str) -> Iterator[int]:
+    """The pid of a process that holds the run's lock, in a group of its own."""
+    process = _trainers()
+    assert process.stdin is not None and process.stdout is not None
+    print(folder, *options, file=process.stdin, flush=True)
+    pid = int(process.stdout.readline())
     try:
-        yield process
+        yield pid
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        os.killpg(pid, signal.SIGKILL)
+
+
+def killed(pid: int, folder: Path) -> None:
+    """Returns once its run is dead; nothing collects it: a zombie is dead too."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while runs.is_alive(folder):
+        assert time.monotonic() < deadline
 
 
 def state(folder: Path, now_s: float | None = None) -> str:
@@ -91,7 +112,7 @@ def test_the_state_of_a_run_follows_its_process(tmp_path: Path) -> None:
     now_s = time.time()  # before its last event: what follows may take seconds
     folder = live(tmp_path / "run")
     step = recordings.step(1, random.Random(0), scale=60.0)
-    with trainer(folder) as process:
+    with trainer(folder) as pid:
         assert state(folder, now_s + 29) == "running"
         assert state(folder, now_s + 60) == state(folder, now_s + 6000) == "slow"
         log = folder / "events/rank000.jsonl"
@@ -107,19 +128,15 @@ def test_the_state_of_a_run_follows_its_process(tmp_path: Path) -> None:
         rewrite_run(folder, "pid_start_ticks")  # another process with the pid
         assert runs.is_alive(folder) is False
         (folder / "run.json").write_text(facts)
-        process.kill()
-        deadline = time.monotonic() + 120
-        while runs.is_alive(folder):  # not reaped: a zombie is dead too
-            assert time.monotonic() < deadline
+        killed(pid, folder)
         assert state(folder) == "killed"
 
 
 def test_a_child_that_holds_the_lock_is_no_run(tmp_path: Path) -> None:
     folder = live(tmp_path / "run")
-    with trainer(folder, "fork") as process:
+    with trainer(folder, "fork") as pid:
         assert runs.is_alive(folder)
-        process.kill()
-        process.wait()
+        killed(pid, folder)
         assert runs._is_locked(folder / "lock"), "by the child"
         assert runs.is_alive(folder) is False
 

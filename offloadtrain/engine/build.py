@@ -135,17 +135,12 @@ def build(
     """
     parts, ranks = partition(model), division.replicas
     missed, room, late = (earlier.missed, earlier.num_bytes, True) if earlier else ({}, 0, False)
-    lanes, disk = resources.lanes, resources.disk
+    lanes, arena, disk = resources.lanes, resources.arena, resources.disk
+    ledger = resources.ledger
     blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes, missed)
     spec = lay_out(model, blocks, config, division, available_bytes() + room)
     program = Program(spec, ranks.rank, division.parts.rank)
-    memory = MemoryMap(
-        *(program.table, device),
-        arena=resources.arena,
-        disk=disk,
-        ledger=resources.ledger,
-        is_late=late,
-    )
+    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger, is_late=late)
     buckets = [bucket for block in blocks for bucket in block.all_buckets]
     shared = buckets, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.state.seed, parts=division.parts)
@@ -165,14 +160,12 @@ def build(
     else:
         view_weights(model, blocks, config)
     forward_hooks = ForwardHooks(
-        model,
-        blocks,
-        entries,
-        lanes,
+        *(model, blocks, entries, lanes),
         residency=residency,
         offloader=_offloader(model, program, interpreter, ranges.inputs, division.parts),
         **_layer_modes(parts, config),
     )
+    norm = NormMeasure(trained, program, interpreter, memory, gradients, functions, division)
     return Engine(
         forward_hooks,
         lanes=lanes,
@@ -180,9 +173,7 @@ def build(
         interpreter=interpreter,
         functions=functions,
         gradients=gradients,
-        norm_measure=NormMeasure(
-            trained, program, interpreter, memory, gradients, functions, division
-        ),
+        norm_measure=norm,
         residency=residency,
         ranks=ranks,
     )

@@ -146,7 +146,7 @@ class GradientOptions(OptionGroup):
         "fp32",
         """with sums on the device, the dtype in which they go down. "working": rounded once, before
         the norm is taken: half the bytes, on the bus and in `gradients`; as exact as a gradient of
-        one microbatch. It applies to the sums on the device; those on the host stay fp32. With
+        one microbatch. With a share of the sums on the device, the others stay fp32. With
         `sums_on="auto"` it applies if the plan decides on the device.""",
         name="sums_down",
         needs=Needs(

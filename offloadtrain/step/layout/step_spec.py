@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.config.toml import shown
+from offloadtrain.config.toml import text_of
 from offloadtrain.step.layout.block_spec import ALIGN, BlockSpec, BucketSpec
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
@@ -208,7 +208,7 @@ class StepSpec:
         """What an update needs and the host does not have, as a sentence; "" for nothing."""
         if any(self.sums_on_device(bucket) for bucket in self.buckets):
             # A step is decided by the norm, which is then known before the sums are on the host.
-            where = shown(self.config.gradients.sums_tier)
+            where = text_of(self.config.gradients.sums_tier)
             return f"gradients were summed on the device (offload.sums_on = {where})"
         if lost := [bucket for bucket in self.buckets if bucket.state_tier is not Tier.HOST]:
             return (
@@ -221,7 +221,7 @@ class StepSpec:
         """The sum on the device is rounded to the working dtype before it is measured and goes
         down; where it stays there, too: placement changes no bit."""
         narrow = self.config.gradients.sums_dtype == "working" and bucket.weight_bytes < 4
-        return narrow and self.accumulates and self.sum_tier(bucket) is Tier.DEVICE
+        return narrow and self.accumulates and bucket.sums_on_device
 
     def holds_sum(self, bucket: BucketSpec) -> bool:
         """The gradient that an update reads is an fp32 sum."""

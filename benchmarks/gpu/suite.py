@@ -91,12 +91,18 @@ def items(here: Here, *, toy: bool) -> list[Item]:
         *first,
         *second,
         Item(group="job", list=2, name="job", seconds=90, arguments=job),
+        *(_stacked(group, *more) for group in ("losses", "packed")),
     ]
     unique: dict[str, Item] = {}  # at toy size some are the same
     for item in candidates:
         if item.spec is None or here.has(item.spec):
             unique.setdefault(item.name, item)
     return list(unique.values())
+
+
+def _stacked(group: str, *more: str) -> Item:
+    arguments = ("benchmarks.gpu.stack", group, *more)
+    return Item(group=group, list=2, name=f"stack {group}", seconds=30, arguments=arguments)
 
 
 def _measured(number: int, group: str, spec: Spec, here: Here, *, toy: bool) -> Item:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as suite_command
-from benchmarks.gpu import bus, job
+from benchmarks.gpu import bus, job, stack
 from benchmarks.gpu.__main__ import main, with_plan
 from benchmarks.gpu.__main__ import test_files as gpu_test_files
 from benchmarks.gpu.planned import planned
@@ -280,3 +280,17 @@ def test_a_smaller_card_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
     cap(0, gpu)
     cap(32 * GIB, torch.device("cpu"))
     assert caps == [(0.4, gpu), (1.0, gpu)]
+
+
+def test_ways_over_a_stack_of_layers() -> None:
+    """Of one loss each, and of documents that are apart, whichever way."""
+    by_loss, by_attention = stack.losses(toy=True), stack.packed(toy=True)
+    assert by_loss["step_ms"].keys() >= {"whole logits", "in parts"}
+    assert ("liger" in by_loss["step_ms"]) != ("liger" in by_loss.get("without", ""))
+    whole, *others = by_loss["losses"].values()
+    assert others == [pytest.approx(whole, rel=1e-2)] * len(others)
+    mask, varlen, rows = by_attention["losses"].values()
+    assert varlen == pytest.approx(mask, rel=1e-3) and abs(rows - mask) > 1e-5
+    assert by_attention["documents"] > by_attention["rows"]
+    for result in (by_loss, by_attention):
+        assert min(result["step_ms"].values()) > 0 and " ms" in result["summary"]

@@ -5,8 +5,8 @@ The forward of a repeated module is replaced by one that runs the user's under t
 checkpoint, which keeps the inputs only and restores torch's random state, so that dropout draws the
 same; for other generators see [Note: Random numbers of the second run]. The second run is no module
 call, so no hook fires. The replacement itself therefore reports the beginning and end of the
-module's forward; in the first forward it does so inside the hooks' own reports. Saved weights stay
-handles: the engine's hooks are innermost in both runs. Changes that the first run made to its
+module's forward, and the first run where the module is not called. Saved weights stay handles: the
+engine's hooks are innermost in both runs. Changes that the first run made to its
 inputs, and to what its modules keep, are undone for the second one: [Note: Rewound inputs]. Tensors
 that it wrote there, such as a key-value cache, live until backward: a warning says so once.
 
@@ -556,13 +556,5 @@ class Recomputed(ReplacedForward):
 
     def _run(self, selected: AbstractContextManager[object], *args: Any, **kwargs: Any) -> Any:
         watcher = self._watcher()
-        if watcher is None:
-            with selected:
-                return self._original(*args, **kwargs)
-        # In backward this is what makes compute wait for the block's weights and pins its slot.
-        watcher.enter(self._module, again=True)
-        try:
-            with selected:
-                return self._original(*args, **kwargs)
-        finally:
-            watcher.leave(self._module)
+        with nullcontext() if watcher is None else watcher.around_run(self._module), selected:
+            return self._original(*args, **kwargs)

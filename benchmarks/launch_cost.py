@@ -7,7 +7,8 @@ The real CUDA lanes run over streams and events that do nothing. valgrind counts
 different length execute, on all threads; the difference is a step's. A machine that is busy with
 other work changes nothing in it. "plain" is forward and backward of the model without the engine.
 With `--time` all cases take steps in turn in one process, and the training thread's CPU time beyond
-that of the plain step of the same round is told, in milliseconds per layer.
+that of the plain step of the same round is told, in milliseconds per layer. "torch's checkpoint" is
+the plain step with each layer under `torch.utils.checkpoint`: what recompute takes at least.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streamed": {"working": "host"},
     "streamed, recompute": {"working": "host", "activation": "recompute"},
 }
+CHECKPOINT = "torch's checkpoint"
 COUNT = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
 
 
@@ -85,6 +87,7 @@ def _runs(case: str, layers: int) -> Callable[[], object]:
     """Make a step of this case; CUDA's names do nothing from here on."""
     import torch
     from torch import Tensor, nn
+    from torch.utils.checkpoint import checkpoint
 
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -97,10 +100,16 @@ def _runs(case: str, layers: int) -> Callable[[], object]:
 
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Sequential(Half(), Half()) for _ in range(layers)))
-    if case == "plain":
+    if case in ("plain", CHECKPOINT):
 
         def plain() -> None:
-            model(torch.ones(8, 64)).mean().backward()
+            x = torch.ones(8, 64)
+            for layer in model:
+                if case == "plain":
+                    x = layer(x)
+                else:
+                    x = checkpoint(layer, x, use_reentrant=False)
+            x.mean().backward()
             model.zero_grad()
 
         return plain
@@ -154,7 +163,7 @@ def _count(case: str, layers: int) -> float:
 
 def _time(layers: int) -> None:
     plain = _runs("plain", layers)
-    cases = {case: _runs(case, layers) for case in OPTIONS}
+    cases = {case: _runs(case, layers) for case in (CHECKPOINT, *OPTIONS)}
     plain_s: list[float] = []
     beyond_s: dict[str, list[float]] = {case: [] for case in cases}
     for number in range(WARM + ROUNDS):

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -54,11 +54,12 @@ def losses(*, toy: bool) -> dict[str, Any]:
     missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
     if not missing and tokens_BT.is_cuda:
         ways["liger"] = _liger
-    head, model.head = model.head, None  # the stack returns its hidden states
+    weight_VD = model.head.weight
+    setattr(model, "head", None)  # noqa: B010  # as in a stage: it returns its hidden states
 
     def step(loss: Loss) -> float:
         hidden_ND = model.norm(model(tokens_BT)).flatten(0, 1)
-        total = loss(hidden_ND, head.weight, tokens_BT.roll(-1, 1).flatten())
+        total = loss(hidden_ND, weight_VD, tokens_BT.roll(-1, 1).flatten())
         total.backward()
         return total.item()
 
@@ -105,7 +106,7 @@ def _positions(tokens_BT: Tensor) -> Tensor:
     return torch.stack(row).to(tokens_BT.device)
 
 
-def _measured(ways: dict[str, Callable[[], float]], model: Transformer) -> dict[str, Any]:
+def _measured(ways: Mapping[str, Callable[[], float]], model: Transformer) -> dict[str, Any]:
     """Take steps of each way in turn; on a CPU one, which only shows that they run."""
     on_gpu = next(model.parameters()).is_cuda
     warm, rounds = (WARM, ROUNDS) if on_gpu else (0, 1)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
@@ -217,25 +216,6 @@ class ForwardHooks:
             called = self._residency.forward_order
             uncalled = (block for block in self._blocks if block not in called)
             hooked.waits += [block for block in uncalled if block.source.waits_with_model(block)]
-
-    @contextmanager
-    def around_run(self, module: nn.Module) -> Iterator[None]:
-        """Stand around each run of a forward that is recomputed ([Note: Recompute])."""
-        if self._hooked[module].running and not in_backward():
-            # Its hooks have reported this forward, and those of torch's checkpoint cover theirs.
-            pushed = self._saved.push()
-            try:
-                yield
-            finally:
-                if pushed is not None:
-                    self._saved.pop(pushed)
-            return
-        # In backward this is what makes compute wait for the block's weights and pins its slot.
-        self.enter(module, again=True)
-        try:
-            yield
-        finally:
-            self.leave(module)
 
     def end_interrupted(self) -> None:
         """End the forwards that an interruption has cut: [Note: Interrupted forwards]."""

@@ -5,8 +5,8 @@ The forward of a repeated module is replaced by one that runs the user's under t
 checkpoint, which keeps the inputs only and restores torch's random state, so that dropout draws the
 same; for other generators see [Note: Random numbers of the second run]. The second run is no module
 call, so no hook fires. The replacement itself therefore reports the beginning and end of the
-module's forward, and the first run where the module is not called. Saved weights stay handles: the
-engine's hooks are innermost in both runs. Changes that the first run made to its
+module's forward; in the first forward it does so inside the hooks' own reports. Saved weights stay
+handles: the engine's hooks are innermost in both runs. Changes that the first run made to its
 inputs, and to what its modules keep, are undone for the second one: [Note: Rewound inputs]. Tensors
 that it wrote there, such as a key-value cache, live until backward: a warning says so once.
 
@@ -40,7 +40,6 @@ import ctypes
 import importlib
 import logging
 import random
-import struct
 import sys
 import types
 import weakref
@@ -49,7 +48,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -74,12 +73,11 @@ class _Generator(NamedTuple):
 class RandomStates:
     """The states of all generators that a forward may draw from, but for torch's global ones."""
 
-    def __init__(self, values: Collection[object]) -> None:
-        """`values`: inputs and attributes of modules, among which generators may be."""
+    def __init__(self, modules: Iterable[nn.Module], inputs: Collection[object]) -> None:
         numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
         self._shared = [(generator, generator.read()) for generator in _shared(numpy)]
-        among = _generators_among(values, numpy)
-        self._attributes = [(generator, generator.read()) for generator in among]
+        attributes = _attributes(modules, inputs, numpy)
+        self._attributes = [(generator, generator.read()) for generator in attributes]
 
     def forget_unused(self) -> None:
         """The first run is over: forget the shared generators that it has not drawn from."""
@@ -103,72 +101,52 @@ class RandomStates:
                 generator.set(state)
 
 
-class _GlobalState:
-    """The last state that was read of a global generator, for as long as nothing is drawn from it:
-    to read the state takes some 20 microseconds, the memory of its Mersenne Twister 0.3."""
+class _NumpyState:
+    """Reads the state of NumPy's global generator; the same object if it has not changed.
+
+    `get_state` takes 30 microseconds, the bytes after it 0.3. They show every draw but the second
+    of a pair of normal numbers, which was computed with the first.
+    """
 
     def __init__(self) -> None:
-        self._mark: object = None
-        self._state: Any = None
+        self._bytes: object = None
+        self._state: dict[str, Any] = {"has_gauss": 1}
 
-    def read(self, mark: object, read_state: Callable[[], Any]) -> Any:
-        """Return the state, as the same object while `mark` is equal; None: always read it."""
-        if mark is None or mark != self._mark:
-            self._state, self._mark = read_state(), mark
+    def read(self, numpy: Any) -> dict[str, Any]:
+        generator = numpy.get_bit_generator()
+        known = None
+        if type(generator) is numpy.MT19937:  # 624 words and a position, nothing elsewhere
+            known = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+        if known is None or known != self._bytes or self._state["has_gauss"]:
+            self._bytes, self._state = known, numpy.get_state(legacy=False)
         return self._state
 
 
-_PYTHON, _NUMPY = _GlobalState(), _GlobalState()
-_TWISTER_BYTES = 625 * 4  # 624 words and a position
-
-
-@cache
-def _python_twister() -> int | None:
-    """Return the address of the Mersenne Twister of Python's `random`, which CPython keeps behind
-    the head of the object; None: it is not there."""
-    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    address = id(generator) + object.__basicsize__
-    if generator.__class__.__basicsize__ < object.__basicsize__ + _TWISTER_BYTES:
-        return None
-    position, *words = struct.unpack("=i624I", ctypes.string_at(address, _TWISTER_BYTES))
-    return address if (*words, position) == random.getstate()[1] else None
-
-
-def _read_python() -> Any:
-    if (address := _python_twister()) is None:
-        return random.getstate()
-    # The second of a pair of normal numbers was computed with the first.
-    second = random.getstate.__self__.gauss_next  # type: ignore[attr-defined]
-    return _PYTHON.read((ctypes.string_at(address, _TWISTER_BYTES), second), random.getstate)
-
-
-def _read_numpy(numpy: Any) -> Any:
-    generator, mark = numpy.get_bit_generator(), None
-    if type(generator) is numpy.MT19937:
-        mark = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
-    state = _NUMPY.read(mark, partial(numpy.get_state, legacy=False))
-    # The twister does not show when the second of a pair of normal numbers is taken.
-    return numpy.get_state(legacy=False) if state["has_gauss"] else state
+_NUMPY = _NumpyState()
 
 
 def _shared(numpy: Any) -> list[_Generator]:
-    python = _Generator(_read_python, random.setstate)
+    python = _Generator(random.getstate, random.setstate)
     if numpy is None:
         return [python]
-    return [python, _Generator(partial(_read_numpy, numpy), numpy.set_state)]
+    return [python, _Generator(lambda: _NUMPY.read(numpy), numpy.set_state)]
 
 
 def _same(some: Any, other: Any) -> bool:
     return some is other or (isinstance(some, tuple) and some == other)
 
 
-def _generators_among(values: Collection[object], numpy: Any) -> Iterator[_Generator]:
+def _attributes(
+    modules: Iterable[nn.Module], inputs: Collection[object], numpy: Any
+) -> Iterator[_Generator]:
+    """Yield the generators among the attributes of `modules`, and among `inputs`."""
     kinds = _KINDS if numpy is None else {**_KINDS, **_kinds_of(numpy)}
-    # Nearly always there is none; to see that takes no loop of Python's.
-    if not kinds.keys().isdisjoint(map(type, values)):
-        for value in values:
-            if type(value) in kinds:
-                yield kinds[type(value)](value)
+    for values in (inputs, *(vars(module).values() for module in modules)):
+        # Nearly always there is none; to see that takes no loop of Python's.
+        if not kinds.keys().isdisjoint(map(type, values)):
+            for value in values:
+                if type(value) in kinds:
+                    yield kinds[type(value)](value)
 
 
 _KINDS: dict[type, Callable[[Any], _Generator]] = {
@@ -265,40 +243,9 @@ class BufferChanges:
         return copied
 
 
-class _Attributes:
-    """The attributes, buffers and parameters of modules as they are now. In three lists: many small
-    objects would cost Python's garbage collector more than all the rest."""
-
-    def __init__(self, mappings: Sequence[dict[str, Any]]) -> None:
-        self.mappings = mappings
-        self._lengths = list(map(len, mappings))
-        self._names = list(chain.from_iterable(mappings))
-        self.values = list(chain.from_iterable(map(dict.values, mappings)))
-
-    def are_current(self) -> bool:
-        """Tell whether nothing was set or deleted since."""
-        values = chain.from_iterable(map(dict.values, self.mappings))
-        return (
-            self._lengths == list(map(len, self.mappings))
-            and all(map(is_, values, self.values))
-            and self._names == list(chain.from_iterable(self.mappings))
-        )
-
-    def restore(self) -> None:
-        """Give the modules these attributes again."""
-        items = zip(self._names, self.values, strict=True)
-        for mapping, length in zip(self.mappings, self._lengths, strict=True):
-            mapping.clear()
-            mapping.update(islice(items, length))
-
-
 class Rewind:
     """The state of what a forward can change: all mutable objects that its arguments reach, and the
-    attributes, buffers and parameters of `modules`.
-
-    Attributes:
-        attributes: those of the modules.
-    """
+    attributes, buffers and parameters of `modules`."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
@@ -327,9 +274,10 @@ class Rewind:
                     references = kind.read(obj)
                     self._noted.append((obj, kind, references))
                     todo += references
-        # Parameters are replaced in forwards of torch.func.functional_call.
-        owned = ((vars(module), module._buffers, module._parameters) for module in modules)
-        self.attributes = _Attributes(list(chain.from_iterable(owned)))
+        for module in modules:
+            # Parameters are replaced in forwards of torch.func.functional_call.
+            mappings = vars(module), module._buffers, module._parameters
+            self._noted += [(each, _ATTRIBUTES, each.copy()) for each in mappings]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""
@@ -354,10 +302,6 @@ class Rewind:
         for (obj, kind, then), now in zip(self._noted, before, strict=True):
             if not _same_items(now, then):
                 kind.write(obj, then)
-        attributes = self.attributes
-        if not attributes.are_current():
-            attributes = _Attributes(attributes.mappings)
-            self.attributes.restore()
         for saved in self.copies:
             saved.place.buffers[saved.place.name] = saved.value.clone()
         try:
@@ -366,12 +310,12 @@ class Rewind:
             for (obj, kind, _), now in zip(self._noted, before, strict=True):
                 if not _same_items(kind.read(obj), now):
                     kind.write(obj, now)
-            if not attributes.are_current():
-                attributes.restore()
 
 
 def _same_items(first: Any, second: Any) -> bool:
-    return len(first) == len(second) and all(map(is_, first, second))
+    if len(first) != len(second) or not all(map(is_, first, second)):
+        return False
+    return not isinstance(first, dict) or all(map(is_, first.values(), second.values()))
 
 
 def _kind(obj: Any) -> _Kind | None:
@@ -394,6 +338,11 @@ def _mapping(base: Any) -> _Kind:
         base.update(target, zip(references[::2], references[1::2], strict=True))
 
     return _Kind(lambda source: list(chain.from_iterable(base.items(source))), write)
+
+
+def _write_attributes(target: dict[str, Any], references: dict[str, Any]) -> None:
+    target.clear()
+    target.update(references)
 
 
 def _write_sequence(target: Any, references: list[Any]) -> None:
@@ -433,6 +382,8 @@ _UNSET = object()
 _MAPPING, _ORDERED = _mapping(dict), _mapping(OrderedDict)
 _SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _write_set)
 _SLOTS = _Kind(_read_slots, _write_slots)
+_ATTRIBUTES = _Kind(dict.copy, _write_attributes)
+"""Of a module, of which there are many with many: copied and compared without Python's loops."""
 
 
 _log = logging.getLogger(__name__)
@@ -494,17 +445,6 @@ class Written:
             )
 
 
-def _modules_in(root: nn.Module) -> list[nn.Module]:
-    """Return what `root.modules()` yields, in any order, without the names that it makes."""
-    known, todo = {root: None}, [root]
-    while todo:
-        for child in todo.pop()._modules.values():
-            if child is not None and child not in known:
-                known[child] = None
-                todo.append(child)
-    return list(known)
-
-
 class Recomputed(ReplacedForward):
     """Stands in for a forward that runs again in backward."""
 
@@ -537,9 +477,9 @@ class Recomputed(ReplacedForward):
                 "out, and give offload(compile_blocks=True), or set module.forward = "
                 "torch.compile(module.forward) before it"
             )
-        modules = _modules_in(self._module)
+        modules = list(self._module.modules())
         inputs = Rewind(args, kwargs, modules)
-        random = RandomStates([*args, *kwargs.values(), *inputs.attributes.values])
+        random = RandomStates(modules, (*args, *kwargs.values()))
         selection = None if self._policy is None else Selection(self._policy)
         run = _Runs(partial(self._run, selection or nullcontext()), inputs, random)
         copies = self._changes.copies(modules)
@@ -556,5 +496,13 @@ class Recomputed(ReplacedForward):
 
     def _run(self, selected: AbstractContextManager[object], *args: Any, **kwargs: Any) -> Any:
         watcher = self._watcher()
-        with nullcontext() if watcher is None else watcher.around_run(self._module), selected:
-            return self._original(*args, **kwargs)
+        if watcher is None:
+            with selected:
+                return self._original(*args, **kwargs)
+        # In backward this is what makes compute wait for the block's weights and pins its slot.
+        watcher.enter(self._module, again=True)
+        try:
+            with selected:
+                return self._original(*args, **kwargs)
+        finally:
+            watcher.leave(self._module)

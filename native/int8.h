@@ -207,22 +207,21 @@ void stream_block(const Int8Slab& slab, const Int8State& out) {
   if constexpr (kMoments > 1) stream<kBlock>(out.second, slab.second);
 }
 
-// A block by way of the cache: one that is streamed out, or a shorter one, filled up with zeros. These
-// change no scale: no moment of theirs is larger than one of the block's own.
+Int8State state_of(Int8Slab& slab, const Int8State& scales) {
+  return {slab.weight, slab.correction, slab.first, slab.second, scales.first_scale, scales.second_scale};
+}
+
+// A block shorter than the others, by way of one filled up with zeros. These change no scale: no moment of
+// theirs is larger than one of the block's own.
 template <typename Grad, typename Weight, typename Rule>
-[[gnu::noinline]] void int8_by_slab(const Rule& rule, const Random& random, u32 element, const Int8State& in,
-                                    const Int8State& out, const typename Grad::Storage* grad, i64 count) {
+[[gnu::noinline]] void int8_rest(const Rule& rule, const Random& random, u32 element, const Int8State& in,
+                                 const Int8State& out, const typename Grad::Storage* grad, i64 count) {
   Int8Slab slab = {};
   typename Grad::Storage grads[kBlock] = {};
-  const Int8State old = {slab.weight, slab.correction, slab.first,
-                         slab.second, in.first_scale,  in.second_scale};
-  const Int8State fresh = {slab.weight, slab.correction, slab.first,
-                           slab.second, out.first_scale, out.second_scale};
-  copy<Rule::kMoments>(in, old, count);
+  copy<Rule::kMoments>(in, state_of(slab, in), count);
   copy(grad, grads, count);
-  int8_block<Grad, Weight>(rule, random, element, old, fresh, grads);
-  if (count == kBlock) return stream_block<Rule::kMoments>(slab, out);
-  copy<Rule::kMoments>(fresh, out, count);
+  int8_block<Grad, Weight>(rule, random, element, state_of(slab, in), state_of(slab, out), grads);
+  copy<Rule::kMoments>(state_of(slab, out), out, count);
 }
 
 template <typename Rule, typename Grad>
@@ -234,43 +233,26 @@ OT_INLINE void prefetch(const Int8State& state, const Grad* grad) {
   prefetch<kBlock>(grad);
 }
 
-template <bool kDoubled, typename Rule>
-class Int8Output {
- public:
-  explicit Int8Output(const Int8State& out)
-      : weight_(out.weight), correction_(out.correction), first_(out.first), second_(out.second) {}
-
-  OT_INLINE Int8State at(i64 lo) {
-    return {weight_.at(lo), correction_.at(lo), first_.at(lo), second_.at(lo), nullptr, nullptr};
-  }
-  OT_INLINE void done(i64 lo) const {
-    weight_.done(lo);
-    correction_.done(lo);
-    if constexpr (Rule::kMoments > 0) first_.done(lo);
-    if constexpr (Rule::kMoments > 1) second_.done(lo);
-  }
-
- private:
-  Output<kDoubled, u16, kBlock> weight_;
-  Output<kDoubled, i8, kBlock> correction_;
-  Output<kDoubled, u8, kBlock> first_, second_;
-};
-
+// [Note: A second copy] A step that writes another copy of the state reads the old one where it is, and
+// streams each block out of a slab in the cache. To clear the slab and copy the old state into it first took
+// two to three times as long as the step.
 template <typename Weight, typename Grad, typename Rule>
 void int8_state(const Rule& rule, const Int8State& in, const Int8State& out, const Gradient& grad,
                 const Run& run) {
   const Random random(run.key);
   const auto* grads = values_of<Grad>(grad);
   const bool doubled = out.weight != in.weight;
+  Int8Slab slab;
   for (i64 i = run.lo; i < run.hi; i += kBlock) {
     const u32 element = run.element + static_cast<u32>(i - run.lo);
     const i64 count = run.hi - i < kBlock ? run.hi - i : kBlock;
     const Int8State old = at(in, i), fresh = at(out, i);
     prefetch<Rule>(old, grads + i);
-    if (doubled || count < kBlock) {
-      int8_by_slab<Grad, Weight>(rule, random, element, old, fresh, grads + i, count);
+    if (count < kBlock) {
+      int8_rest<Grad, Weight>(rule, random, element, old, fresh, grads + i, count);
     } else {
-      int8_block<Grad, Weight>(rule, random, element, old, fresh, grads + i);
+      int8_block<Grad, Weight>(rule, random, element, old, doubled ? state_of(slab, fresh) : fresh, grads + i);
+      if (doubled) stream_block<Rule::kMoments>(slab, fresh);
     }
   }
   if (doubled) finish_streaming();

@@ -23,8 +23,16 @@ from benchmarks import calibration, planned_jobs
 from benchmarks.papers import PUBLISHED, SOFTWARE, largest_model, run_of, tflops, trained
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, row
-from offloadtrain.plan.baselines.published import Run, step_times, too_large_for, zero_bytes
+from offloadtrain.plan.baselines.published import (
+    SCHEDULES,
+    Pipeline,
+    Run,
+    Schedule,
+    pipeline_row,
+    step_times,
+    too_large_for,
+    zero_bytes,
+)
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -221,7 +229,7 @@ def _pipeline_lines(shape: ModelShape, machine: Machine) -> Iterator[str]:
     pipe = Pipeline(shape=shape, micro_batch=10, micro_batches=32, stages=16)
     rows: list[tuple[str, Schedule, int]] = [(schedule, schedule, 0) for schedule in SCHEDULES]
     for name, schedule, stage in (*rows, ("2bw, last", "2bw", pipe.stages - 1)):
-        each = row(schedule, pipe, machine, stage)
+        each = pipeline_row(schedule, pipe, machine, stage)
         held = (each.weights_bytes, each.state_bytes, each.activation_bytes)
         weights, state, activations = (f"{size / 1e9:.1f} GB" for size in held)
         line = f"  {name:<10}{weights:>9}{state:>9}{activations:>13}"

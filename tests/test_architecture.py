@@ -159,7 +159,7 @@ def test_single_doors() -> None:
     assert _importers("torch.distributed.pipelining") <= {"schedule.py"}
     assert _importers("torch.distributed.device_mesh") <= {"mesh.py", "api.py"}  # its type
     assert _importers("torch.distributed.checkpoint") <= {"torch_export.py"}
-    doors = {"process_group.py", "rendezvous.py", "lost_ranks.py"}
+    doors = {"process_group.py", "rendezvous.py"}
     doors |= {
         "mesh.py",
         "api.py",

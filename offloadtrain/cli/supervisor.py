@@ -34,9 +34,15 @@ from offloadtrain.cli.exit_codes import (
 )
 from offloadtrain.events import oom_kills
 from offloadtrain.hardware import cgroup
-from offloadtrain.runtime.heartbeat import CPU_MOVES_S
+from offloadtrain.runtime.heartbeat import (
+    CPU_MOVES_S,
+    LOOK_EVERY_S,
+    NEVER_S,
+    NO_PROGRESS,
+    REPORT_S,
+    judge,
+)
 from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
-from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, NO_PROGRESS, REPORT_S, judge
 from offloadtrain.train.signals import REPEAT_S
 
 GRACE_S = 10.0

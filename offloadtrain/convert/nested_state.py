@@ -17,10 +17,10 @@ from offloadtrain.convert.checkpoint import (
     Group,
     LazyTensor,
     ModelTensor,
+    check_weights,
     quoted,
     unwrapper,
 )
-from offloadtrain.convert.match import check_weights
 
 Moments = dict[str, dict[str, LazyTensor]]
 

@@ -21,8 +21,12 @@ from typing import IO, Any
 import torch
 
 from offloadtrain.convert import dcp_folder, deepspeed_folder
-from offloadtrain.convert.checkpoint import ForeignCheckpoint, ForeignError, ModelTensor
-from offloadtrain.convert.match import MatchedTensors
+from offloadtrain.convert.checkpoint import (
+    ForeignCheckpoint,
+    ForeignError,
+    MatchedTensors,
+    ModelTensor,
+)
 from offloadtrain.convert.nested_state import read_trees
 from offloadtrain.convert.safe_load import load
 

@@ -39,7 +39,7 @@ from offloadtrain.data.source import SourceFile, find_files, refuse_binary
 from offloadtrain.data.tokenizer import ByteTokenizer
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
 from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
-from offloadtrain.hardware.file_locks import lock
+from offloadtrain.hardware.file_system import lock
 
 _LEAST_PART = 256  # bytes of a text file on either side of a cut
 _FAR = 2.0  # a side with so many times more or fewer tokens than asked for

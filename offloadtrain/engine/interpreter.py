@@ -25,8 +25,7 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Range, copy, views
 from offloadtrain.runtime.lanes import Operation as Function
-from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
-from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.process_group import ALONE, LostRankError, Ranks, is_of_exchange
 from offloadtrain.runtime.tensor_parts import local
 from offloadtrain.step.program.operations import (
     Allocate,

@@ -16,8 +16,7 @@ from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.runtime.arena import with_own_storage
-from offloadtrain.runtime.lost_ranks import lost
-from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.runtime.process_group import ALONE, lost
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError
 

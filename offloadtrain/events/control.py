@@ -1,4 +1,4 @@
-"""Requests from outside to a running job: files in its folder, read between two steps.
+"""Requests to a running job, both ends: files in its folder, read between two steps.
 
     control/<time>-<random>.json        {"action": "checkpoint", "message": "", …}
     control/done/                       answered requests
@@ -9,21 +9,46 @@ Write access to the folder is the permission; nothing in a request is executed o
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offloadtrain.boundary.safe_open import read_json
-from offloadtrain.boundary.safe_write import own_folder
+from offloadtrain.boundary.safe_write import own_folder, replace_file
 
 ACTIONS = ("checkpoint", "stop", "abort", "note", "acknowledge")
+LONGEST_NOTE = 1000
 _MOST_BYTES = 1 << 16
 _MOST_AT_ONCE = 100
 _SETTLED_S = 0.1
 """Resolution of a folder's timestamp: a later change within this time may keep the same
 timestamp."""
+
+
+class RequestError(Exception):
+    """The request cannot be made."""
+
+
+def send(run: Path, action: str, message: str = "") -> str:
+    """Send a request to the run in this folder; return its id, which the answers carry.
+
+    Raises:
+        RequestError: there is no such action, or the folder cannot be written.
+    """
+    if action not in ACTIONS:
+        raise RequestError(f"'{action}' is not one of {', '.join(ACTIONS)}")
+    name = f"{time.time_ns()}-{secrets.token_hex(4)}"
+    request = {"action": action, "message": message[:LONGEST_NOTE], "time_s": time.time()}
+    folder = run / "control"
+    try:
+        replace_file(own_folder(folder) / f"{name}.json", json.dumps(request))
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written: {error.strerror}") from error
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +113,4 @@ def _parsed(id: str, content: Any) -> Request:
     action, message = content.get("action"), content.get("message", "")
     if action not in ACTIONS:
         return Request(id[:80], str(action)[:40], refused=f"the actions are {', '.join(ACTIONS)}")
-    return Request(id[:80], action, str(message)[:1000])
+    return Request(id[:80], action, str(message)[:LONGEST_NOTE])

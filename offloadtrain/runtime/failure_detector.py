@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.runtime.heartbeat import NO_PROGRESS, Watchdog, judge
 from offloadtrain.runtime.launcher_link import Pulse
-from offloadtrain.runtime.watchdog import NO_PROGRESS, Watchdog, judge
 
 LOOK_EVERY_S = 0.5
 SILENT_S = 20.0

@@ -29,6 +29,11 @@ In a loop of the user's own, a call that only some of the ranks make leaves them
 process group gives up, after half an hour by torch's default, and silently. So a thread says where
 this process waits for other ranks, if that takes long. Jobs have the watchdog.
 
+[Note: Lost ranks]
+What torch's backends raise names an address. So a rank whose own code has failed says so in the
+store of `init_process_group`, and the others, whose exchanges fail once its process has ended, look
+there. That is for loops of users: jobs have the failure detector, which ends ranks that wait, too.
+
 [Note: No pickles]
 torch's object collectives unpickle what arrives, and a pickle can run code. Ranks therefore
 exchange tensors and JSON only: what arrives can be wrong, but it is never executed.
@@ -43,7 +48,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,6 +76,10 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 class RankError(OffloadTrainError):
     """Ranks differ in what they do, or one of them has failed."""
+
+
+class LostRankError(RankError):
+    """An exchange has failed, as another rank has ended."""
 
 
 UNTRAINED = "untrained"
@@ -318,14 +327,16 @@ class Ranks:
         """Gather every rank's `value`, made of JSON's types, in rank order; tuples become lists."""
         if self.is_single:
             return [value]
-        text = _encoded(value)
+        # Raises TypeError for what JSON does not have.
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = self.all_gather_host([text.numel()])[:, 0].long().tolist()
         texts = torch.zeros(self.size, max(sizes), dtype=torch.uint8)
         local_text = texts[self.rank].clone()
         local_text[: text.numel()] = text
         with HEARTBEAT.collective():
             all_gather_single(texts, local_text[None], group=self._groups[1])
-        return [_decoded(row[:size]) for row, size in zip(texts, sizes, strict=True)]
+        rows = zip(texts, sizes, strict=True)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in rows]
 
     def barrier(self) -> None:
         """Wait until every rank calls this."""
@@ -386,19 +397,6 @@ def _named_alike(members: Sequence[int]) -> Iterator[None]:
             dist.destroy_process_group(group)
 
 
-def _encoded(value: Any) -> Tensor:
-    """Return the value as JSON, (bytes,) uint8 on the host.
-
-    Raises:
-        TypeError: JSON has no such type.
-    """
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decoded(text: Tensor) -> Any:
-    return json.loads(text.numpy().tobytes())
-
-
 ALONE = Ranks()
 """A single rank: this process."""
 
@@ -441,3 +439,46 @@ def _place() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     called, line = called_from(frame)
     return f"in {called or 'a call'}(){' at ' + line if line else ''}"
+
+
+# ---- [Note: Lost ranks]
+
+_FAILED = "offloadtrain: a rank's own code has failed"
+
+
+def is_of_exchange(error: BaseException) -> bool:
+    """Tell whether a backend of torch raised it. Gloo's are RuntimeErrors with a place in its
+    source."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    )
+
+
+def lost(what: str) -> str:
+    """Return a sentence on `what`, which has lost another rank, with that one's error if known."""
+    with suppress(Exception):  # the store may have ended with the rank that hosts it
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([_FAILED]):
+            return f"{what} has lost another rank: {store.get(_FAILED).decode(errors='replace')}"
+    return f"{what} has lost another rank, whose process has ended: its own output says why"
+
+
+@contextmanager
+def telling(who: str) -> Iterator[None]:
+    """Exchanges with other ranks are inside, and code of the user.
+
+    Args:
+        who: this rank, for messages of others.
+
+    Raises:
+        LostRankError: an exchange has failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_of_exchange(error):
+            raise LostRankError(lost(who)) from error
+        with suppress(Exception):
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_FAILED, f"{who} has raised {type(error).__name__}: {error}")
+        raise

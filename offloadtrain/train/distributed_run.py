@@ -16,11 +16,9 @@ from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, say_stopped_early
-from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange, lost
-from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.heartbeat import HEARTBEAT, Watchdog
+from offloadtrain.runtime.process_group import LostRankError, RankError, Ranks, is_of_exchange, lost
 from offloadtrain.runtime.rendezvous import attempt_store, connect, disconnect
-from offloadtrain.runtime.watchdog import Watchdog
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.run_folder import Opened, RunFolder, open_run
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early

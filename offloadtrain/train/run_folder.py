@@ -39,7 +39,7 @@ from offloadtrain.config.offload import Precision
 from offloadtrain.events import set_up_file
 from offloadtrain.events.schema import SCHEMA
 from offloadtrain.hardware.atomic_io import sync_folder
-from offloadtrain.hardware.file_locks import is_at, lock, take
+from offloadtrain.hardware.file_system import is_at, lock, take
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint

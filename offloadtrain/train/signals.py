@@ -17,9 +17,8 @@ from types import FrameType, TracebackType
 
 from offloadtrain.config.job import Config
 from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.heartbeat import HEARTBEAT, Watchdog
 from offloadtrain.runtime.launcher_link import Link
-from offloadtrain.runtime.watchdog import Watchdog
 
 REPEAT_S = 0.25
 """A stop so soon after the first is the same one: a terminal sends Ctrl-C to all of a group, and

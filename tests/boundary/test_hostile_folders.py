@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import requests
 
 from offloadtrain.boundary.safe_write import own_folder, replace_file
 from offloadtrain.cli.main import main
-from offloadtrain.events.control import Requests
+from offloadtrain.events.control import Requests, send
 from offloadtrain.events.writer import EventWriter
 from tests.boundary.hostile import FOLDERS, LOG, hostile_run, obeyed
 from tests.tui.recordings import plain, write
@@ -114,7 +113,7 @@ def test_what_a_run_makes_is_its_owners_only(tmp_path: Path) -> None:
     """By mode, whatever the umask: logs quote texts and paths."""
     run = own_folder(tmp_path / "run")
     Requests(run)
-    requests.write(run, "note", "x")
+    send(run, "note", "x")
     EventWriter(own_folder(run / "events") / "rank000.jsonl").close()
     replace_file(run / "run.json", "{}")
     made = [run, *run.rglob("*")]

@@ -36,7 +36,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from offloadtrain.runtime import launcher_link
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.watchdog import Watchdog
+from offloadtrain.runtime.heartbeat import Watchdog
 link = launcher_link.attach()
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 folder, run = sys.argv[1:]

@@ -111,7 +111,7 @@ def test_a_stage_that_fails_is_named_by_the_others(
     errors = [Path(tmp_path, str(rank)).read_text().splitlines()[-1] for rank in range(size)]
     assert errors[failing] == "ValueError: the real cause"
     for rank in set(range(size)) - {failing}:
-        assert errors[rank].startswith("offloadtrain.runtime.lost_ranks.LostRankError: rank ")
+        assert errors[rank].startswith("offloadtrain.runtime.process_group.LostRankError: rank ")
         assert "has lost another rank: rank " in errors[rank]
         assert f"rank {failing} (stage {failing + 1} " in errors[rank]
         assert errors[rank].endswith("has raised ValueError: the real cause")

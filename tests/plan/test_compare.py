@@ -13,7 +13,6 @@ import pytest
 from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import find
-from offloadtrain.plan.baselines.cells import calibrated_gpus, checked
 from offloadtrain.plan.baselines.peers import (
     DEEPSPEED,
     FSDP2,
@@ -22,6 +21,8 @@ from offloadtrain.plan.baselines.peers import (
     TORCHAO,
     ZERO3,
     Work,
+    calibrated_gpus,
+    checked,
 )
 from offloadtrain.plan.costs.device_time import Seconds
 from offloadtrain.plan.plan import make

@@ -22,16 +22,18 @@ from benchmarks.papers import (
     with_largest_micro_batch,
 )
 from offloadtrain.config.model_shape import SIZES, num_params
-from offloadtrain.plan.baselines import pipelines
-from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline
 from offloadtrain.plan.baselines.published import (
     MEGATRON,
+    SCHEDULES,
+    Pipeline,
     Run,
+    Schedule,
     Software,
     compute_seconds,
     gpu_bytes,
     host_bytes,
     layer_bytes,
+    pipeline_row,
     step_times,
     too_large_for,
 )
@@ -377,27 +379,27 @@ PIPE = Pipeline(shape=TEN_B, micro_batch=2, micro_batches=8, stages=4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_pipeline_memory_by_hand(schedule: pipelines.Schedule) -> None:
+def test_pipeline_memory_by_hand(schedule: Schedule) -> None:
     """Recompute: inputs of the stashed microbatches and one stage's whole activations."""
-    first = pipelines.row(schedule, PIPE, DGX2)
+    first = pipeline_row(schedule, PIPE, DGX2)
     per_stage = num_params(TEN_B) / 4
     stashed = 8 if schedule == "gpipe" else 4
     inputs, full = 2 * 2 * 1024 * 4096, 2 * 1024 * 4096 * 74 * 50 / 4
     assert first.weights_bytes == (4 if schedule == "2bw" else 2) * per_stage
-    last = pipelines.row(schedule, PIPE, DGX2, 3)
+    last = pipeline_row(schedule, PIPE, DGX2, 3)
     assert last.weights_bytes == 2 * per_stage
     kept_last = 8 if schedule == "gpipe" else 1
     assert last.activation_bytes == pytest.approx(kept_last * inputs + full)
     assert first.state_bytes == 14 * per_stage
     assert first.activation_bytes == pytest.approx(stashed * inputs + full)
-    plain = pipelines.row(schedule, replace(PIPE, recompute=False), DGX2)
+    plain = pipeline_row(schedule, replace(PIPE, recompute=False), DGX2)
     assert plain.activation_bytes == pytest.approx(stashed * (inputs + full))
     assert first.stale == (schedule == "2bw")
 
 
 def test_pipeline_time_by_hand() -> None:
     """Three of eleven turns are bubble; a boundary's input and its gradient cross a link."""
-    rows = {schedule: pipelines.row(schedule, PIPE, DGX2) for schedule in SCHEDULES}
+    rows = {schedule: pipeline_row(schedule, PIPE, DGX2) for schedule in SCHEDULES}
     full = compute_seconds(TEN_B, 2, DGX2, MEGATRON, recompute=True)
     stage = (full.forward + full.backward) / 4 + 2 * (2 * 2 * 1024 * 4096) / 150e9
     assert rows["gpipe"].step_s == rows["flush"].step_s == pytest.approx(11 * stage)
@@ -410,11 +412,11 @@ def test_replicas_between_hosts_add_their_sync() -> None:
     """2BW hides it beside the next step until it is longer than the step."""
     wide = replace(PIPE, replicas=8)
     sync = 2 * (2 * num_params(TEN_B) / 4) * 7 / 8 / (100e9 / 16)
-    alone, many = (pipelines.row("flush", pipe, DGX2).step_s for pipe in (PIPE, wide))
+    alone, many = (pipeline_row("flush", pipe, DGX2).step_s for pipe in (PIPE, wide))
     assert many - alone == pytest.approx(sync)
     hidden, short = (replace(wide, micro_batches=count) for count in (8, 1))
-    assert pipelines.row("2bw", hidden, DGX2).bubble == 0
-    assert pipelines.row("2bw", short, DGX2).step_s == pytest.approx(sync)
+    assert pipeline_row("2bw", hidden, DGX2).bubble == 0
+    assert pipeline_row("2bw", short, DGX2).step_s == pytest.approx(sync)
 
 
 @levels.examples(100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offloadtrain.runtime.bandwidth import bandwidth
+from offloadtrain.runtime.device_memory import bandwidth
 from tests.gpu.precision import DEVICE
 
 

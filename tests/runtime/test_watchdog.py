@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 
 from offloadtrain.runtime import heartbeat
-from offloadtrain.runtime.heartbeat import Heartbeat, Silence
+from offloadtrain.runtime.heartbeat import Heartbeat, Silence, judge, stacks
 from offloadtrain.runtime.launcher_link import Pulse
-from offloadtrain.runtime.watchdog import judge, stacks
 
 
 class Time:
@@ -124,7 +123,7 @@ def test_stacks_name_every_thread() -> None:
 _HANGS = """
 import sys, threading
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.watchdog import Watchdog
+from offloadtrain.runtime.heartbeat import Watchdog
 watchdog = Watchdog(HEARTBEAT, least_limit_s=float(sys.argv[1]), hung_code=70)
 with watchdog:
     watchdog.log = lambda report: print("logged:", report.splitlines()[0])

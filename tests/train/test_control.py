@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import requests
 
 from offloadtrain.events import schema
-from offloadtrain.events.control import Request, Requests
+from offloadtrain.events.control import Request, Requests, send
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.trainer import AbortedError
 from tests.train.small_job import events_of, run, small_job
@@ -25,7 +24,7 @@ def test_none_is_missed_however_fast_they_come(tmp_path: Path) -> None:
     inbox, received = Requests(tmp_path), list[Request]()
     ids: list[str] = []
     writer = threading.Thread(
-        target=lambda: ids.extend(requests.write(tmp_path, "note", str(n)) for n in range(200))
+        target=lambda: ids.extend(send(tmp_path, "note", str(n)) for n in range(200))
     )
     writer.start()
     until = time.monotonic() + 120
@@ -42,7 +41,7 @@ def test_none_is_missed_however_fast_they_come(tmp_path: Path) -> None:
 
 def test_a_quiet_folder_costs_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Requests(tmp_path)
-    requests.write(tmp_path, "stop")
+    send(tmp_path, "stop")
     inbox.poll()
     time.sleep(0.15)
     inbox.poll()
@@ -103,12 +102,12 @@ def when_started(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 def test_a_run_answers(tmp_path: Path, when_started: list[Callable[[], object]]) -> None:
     job, folder = small_job(tmp_path), tmp_path / "run"
     (folder / "control").mkdir(parents=True)
-    requests.write(folder, "stop")
+    send(folder, "stop")
     when_started += [
-        lambda: requests.write(folder, "note", "hello"),
-        lambda: requests.write(folder, "checkpoint"),
+        lambda: send(folder, "note", "hello"),
+        lambda: send(folder, "checkpoint"),
         lambda: put(folder, "9-odd.json", b'{"action": "dance"}'),
-        lambda: requests.write(folder, "stop"),
+        lambda: send(folder, "stop"),
     ]
     assert run(job, folder) == 75
     assert control_events(folder) == [
@@ -127,7 +126,7 @@ def test_a_run_answers(tmp_path: Path, when_started: list[Callable[[], object]])
 
 def test_an_abort_saves_nothing(tmp_path: Path, when_started: list[Callable[[], object]]) -> None:
     job, folder = small_job(tmp_path), tmp_path / "run"
-    when_started.append(lambda: requests.write(folder, "abort"))
+    when_started.append(lambda: send(folder, "abort"))
     with pytest.raises(AbortedError, match="nothing was saved"):
         run(job, folder)
     assert control_events(folder) == [("abort", "done")]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from offloadtrain_tui import memory
 from offloadtrain_tui.reading.history import History, fold
-from offloadtrain_tui.reading.live_memory import MOST, LiveMemory
 from offloadtrain_tui.reading.log_reader import Snapshot
+from offloadtrain_tui.reading.timed import MOST, LiveMemory
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Tier

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui import settings
 from offloadtrain_tui.app import Monitor, Watched
-from offloadtrain_tui.clock import LiveClock
+from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.reading.log_reader import RunReader
 from offloadtrain_tui.reading.runs import open_run
 from offloadtrain_tui.settings import Settings
@@ -107,7 +107,7 @@ def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.Monk
             out.write(b"".join(lines([(time.time(), event)])))
 
     async def test() -> None:
-        async with watching(folder, ended, clock=LiveClock()) as (app, press):
+        async with watching(folder, ended, clock=Clock()) as (app, press):
 
             async def tick() -> None:
                 for reader in app.reader.readers:

@@ -25,13 +25,12 @@ from textual.theme import Theme
 from textual.widgets import ContentSwitcher, Input, Static
 
 from offloadtrain.boundary.safe_write import replace_file
-from offloadtrain.events import schema
-from offloadtrain_tui import requests, settings
-from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
+from offloadtrain.events import control, schema
+from offloadtrain_tui import settings
+from offloadtrain_tui.clock import Clock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Page, record_page
 from offloadtrain_tui.filter import Sanitized, is_unicode
-from offloadtrain_tui.help import page
-from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, footer, with_keys
+from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, footer, help_page, with_keys
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
 from offloadtrain_tui.panels.runs import RunsPanel, nothing_in
@@ -137,7 +136,7 @@ class Monitor(App[None]):
         # Classes of the screen by its size.
         self.HORIZONTAL_BREAKPOINTS = [(0, "narrow"), (100, "medium"), (160, "wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "short"), (30, "usual"), (50, "tall")]
-        self.clock: Clock = clock or LiveClock()
+        self.clock = clock or Clock()
         named = tuple(run.folder for run in run_paths if run.folder is not None)
         self._listing = Listing(runs_dir, named)
         self.reader = Reader(
@@ -228,11 +227,6 @@ class Monitor(App[None]):
 
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 
-    def _call_attention(self) -> None:
-        """Ring for what has happened since the last time."""
-        if self._watched.news(self._snapshots) and self.settings.attention == "bell":
-            self.bell()
-
     def action_attention(self) -> None:
         how: settings.Attention = "off" if self.settings.attention == "bell" else "bell"
         self.settings = replace(self.settings, attention=how)
@@ -251,8 +245,10 @@ class Monitor(App[None]):
 
     def _show(self) -> None:
         """Update the screen to the newest state."""
-        if not isinstance(self.clock, ReplayClock):
-            self._call_attention()
+        is_replay = isinstance(self.clock, ReplayClock)
+        if not is_replay and self._watched.news(self._snapshots):
+            if self.settings.attention == "bell":
+                self.bell()
         if self._snapshots:
             self._selected = min(self._selected, len(self._snapshots) - 1)
             chosen = self._snapshots[self._selected]
@@ -332,7 +328,7 @@ class Monitor(App[None]):
             self.set_focus(None)
 
     def action_help(self) -> None:
-        self.push_screen(Page(page(self.shown.view.start)))
+        self.push_screen(Page(help_page(self.shown.view.start)))
 
     def _ask(self, dialog: Ask | Confirm, act: Callable[[str], object]) -> None:
         """Ask the user, and act on an answer."""
@@ -484,8 +480,8 @@ class Monitor(App[None]):
         if folder is None:
             return
         try:
-            requests.write(folder, action, message)
-        except requests.RequestError as error:
+            control.send(folder, action, message)
+        except control.RequestError as error:
             self.tell(str(error), "error")
         else:
             self.tell(f"{action}: requested; the answer appears as an event")

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 
-class Clock(Protocol):
-    """The interface of clocks, in Unix seconds."""
-
-    def now_s(self) -> float: ...
-
-
-class LiveClock:
-    """The machine's time."""
+class Clock:
+    """The machine's time, in Unix seconds."""
 
     def now_s(self) -> float:
         return time.time()
 
 
-class ReplayClock:
+class ReplayClock(Clock):
     """Runs over a recorded interval at a speed; it can be paused and moved."""
 
     def __init__(self, start_s: float, end_s: float, *, speed: float = 1.0) -> None:

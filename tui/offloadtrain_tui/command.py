@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain.config.errors import ConfigError
-from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
+from offloadtrain_tui.clock import Clock, ReplayClock
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.log_reader import NEWS_OVER_SSH_S, NEWS_S, RunReader
 
@@ -104,7 +104,7 @@ def tui(
 
         chosen = [str(path.path) for path in run_paths] if run else []
         return serve(host, port, chosen, options | {"--runs-dir": runs_dir.resolve()}, flags, tabs)
-    clock: Clock = LiveClock()
+    clock = Clock()
     if replay:
         history = RunReader(run_paths[0]).read_to_end(clock.now_s()).first.history
         clock = ReplayClock(history.first_time_s, history.last_time_s, speed=speed)

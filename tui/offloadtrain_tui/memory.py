@@ -10,12 +10,11 @@ from typing import Any
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
-from offloadtrain_tui.reading.live_memory import Live
+from offloadtrain_tui.reading.timed import Live
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import milliseconds
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.area import Area
-from offloadtrain_tui.widgets.bars import Part, Tier
+from offloadtrain_tui.widgets.bars import Area, Part, Tier
 
 ACTIVATIONS, PROCESS = "activations and gradients", "Python, torch"
 WORDS = {

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,7 @@ from cyclopts import Parameter
 
 from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
-from offloadtrain.events import log_lines, schema
-from offloadtrain_tui import requests
+from offloadtrain.events import control, log_lines, schema
 from offloadtrain_tui.moments import Moment, set_up_line
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import LANES
@@ -64,19 +64,16 @@ def status(
     run_path = _find(run, runs_dir)
     if run_path is None:
         return USAGE
-    reader, printed = RunReader(run_path), None
-    while True:
-        snapshot = reader.read_to_end(time.time())
+    printed: object = None
+    for snapshot in _snapshots(run_path, _LIVE_EVERY_S if live or watch else None):
         if not watch or printed != (printed := _watched(snapshot)):
             text = line(snapshot) if live or watch else report(snapshot)
             if json_:
                 text = sanitize_json(json.dumps(facts(snapshot), default=str))
             print(text, flush=True)
-        if not (live or watch) or snapshot.state not in runs.ALIVE:
-            if not _tell_problem(snapshot):
-                return USAGE
-            return FAILED if snapshot.state in ("failed", "killed") else DONE
-        time.sleep(_LIVE_EVERY_S)
+    if not _tell_problem(snapshot):
+        return USAGE
+    return FAILED if snapshot.state in ("failed", "killed") else DONE
 
 
 def list_all(
@@ -130,10 +127,9 @@ def show_events(
     run_path = _find(run, runs_dir)
     if run_path is None:
         return USAGE
-    reader = RunReader(run_path)
-    for text in _event_lines(reader, follow=follow, raw=json_):
+    for text in (_raw if json_ else _event_lines)(run_path, follow=follow):
         print(text, flush=follow)
-    return DONE if _tell_problem(reader.read_to_end(time.time())) else USAGE
+    return DONE if _tell_problem(RunReader(run_path).read_to_end(time.time())) else USAGE
 
 
 def ctl(
@@ -173,8 +169,8 @@ def ctl(
         print(f"{run_path.folder} is not running: it is {snapshot.state}", file=sys.stderr)
         return FAILED
     try:
-        request_id = requests.write(run_path.folder, action, message)
-    except requests.RequestError as error:
+        request_id = control.send(run_path.folder, action, message)
+    except control.RequestError as error:
         print(error, file=sys.stderr)
         return USAGE
     return _answer(run_path, request_id, wait)
@@ -322,28 +318,30 @@ def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
     return run_paths[0]
 
 
-def _event_lines(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
-    """Yield every moment once, the oldest first; `raw`: every record."""
-    if raw:
-        yield from _raw(reader.run, follow=follow)
-        return
-    shown: dict[int, int] = {}
+def _snapshots(run: RunPath, every_s: float | None) -> Iterator[Snapshot]:
+    """Yield the run as it is now; with `every_s` again and again, until it has ended."""
+    reader = RunReader(run)
     while True:
-        snapshot = reader.read_to_end(time.time())
+        yield (snapshot := reader.read_to_end(time.time()))
+        if every_s is None or snapshot.state not in runs.ALIVE:
+            return
+        time.sleep(every_s)
+
+
+def _event_lines(run: RunPath, *, follow: bool) -> Iterator[str]:
+    """Yield every moment once, the oldest first."""
+    shown: Counter[int] = Counter()
+    for snapshot in _snapshots(run, _FOLLOW_EVERY_S if follow else None):
         fresh: list[Moment] = []
         for view in snapshot.views:
             rank = view.history.rank
-            fresh += view.moments[shown.get(rank, 0) :]
+            fresh += view.moments[shown[rank] :]
             shown[rank] = len(view.moments)
-        yield from (
-            moment_line(moment) for moment in sorted(fresh, key=lambda moment: moment.time_s)
-        )
-        if not follow or snapshot.state not in runs.ALIVE:
-            return
-        time.sleep(_FOLLOW_EVERY_S)
+        yield from map(moment_line, sorted(fresh, key=lambda moment: moment.time_s))
 
 
 def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
+    """Yield every record."""
     tails = [Tail(path) for path in run.logs]
     while True:
         alive = runs.is_alive(run.folder)
@@ -361,10 +359,8 @@ def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
 
 def _answer(run: RunPath, request_id: str, wait_s: float) -> int:
     """Print the states of a request until it is done or refused."""
-    reader, shown = RunReader(run), 0
-    until = time.monotonic() + wait_s
-    while time.monotonic() < until:
-        snapshot = reader.read_to_end(time.time())
+    shown, until = 0, time.monotonic() + wait_s
+    for snapshot in _snapshots(run, _FOLLOW_EVERY_S) if wait_s > 0 else ():
         controls = snapshot.first.history.of(schema.Control).values
         answers = [answer for answer in controls if answer.id == request_id]
         for answer in answers[shown:]:
@@ -373,9 +369,8 @@ def _answer(run: RunPath, request_id: str, wait_s: float) -> int:
         shown = len(answers)
         if answers and answers[-1].state in ("done", "refused"):
             return DONE if answers[-1].state == "done" else FAILED
-        if snapshot.state not in runs.ALIVE:
+        if time.monotonic() >= until:
             break
-        time.sleep(_FOLLOW_EVERY_S)
     if wait_s > 0:
         print("no answer yet: the run answers after the step in progress", file=sys.stderr)
         return FAILED

@@ -35,7 +35,7 @@ from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import has_fp8, peak_flops
 from offloadtrain.plan.costs.device_time import FLASH_BACKWARD, half_width
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.bandwidth import bandwidth
+from offloadtrain.runtime.device_memory import bandwidth
 
 WIDTHS = {"cuda": (2048, 8192), "cpu": (128, 1024)}
 TOKENS = {"cuda": 2048, "cpu": 256}

@@ -50,8 +50,7 @@ from offloadtrain.parallel.pipeline.schedule import (
     Unflushed,
 )
 from offloadtrain.parallel.pipeline.stage_optimizers import StageModules, StageOptimizers
-from offloadtrain.runtime.lost_ranks import telling
-from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.process_group import Ranks, telling
 
 
 class Pipeline:

@@ -2,5 +2,5 @@
 
 `published.json` and `peer_cells.json` have what papers and projects say of themselves, and where;
 `job_errors.json` has how far plans of our own jobs were off.
-Start at `cells.py`, then `published.py` and `peers.py`.
+Start at `published.py`, then `peers.py`.
 """

@@ -11,8 +11,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.baselines.cells import calibrated_gpus, checked
-from offloadtrain.plan.baselines.peers import PEERS, Peer, Work
+from offloadtrain.plan.baselines.peers import PEERS, Peer, Work, calibrated_gpus, checked
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import Placement, place
 from offloadtrain.plan.plan import PROCESS, PROCESS_BYTES, Plan

@@ -11,8 +11,16 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, row
-from offloadtrain.plan.baselines.published import Run, Software, step_times, too_large_for
+from offloadtrain.plan.baselines.published import (
+    SCHEDULES,
+    Pipeline,
+    Run,
+    Schedule,
+    Software,
+    pipeline_row,
+    step_times,
+    too_large_for,
+)
 from offloadtrain.plan.costs.costs import kernels_of
 from offloadtrain.plan.placement import resolved
 from offloadtrain.plan.plan import make
@@ -165,7 +173,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         recompute=job.offload.activations.recomputes,
         kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
     )
-    estimate = row(schedule, pipe, machine)
+    estimate = pipeline_row(schedule, pipe, machine)
     needed = estimate.weights_bytes + estimate.state_bytes + estimate.activation_bytes
     room = machine.gpu_memory_bytes - machine.gpu_reserved_bytes
     rate = micro_batches * train.micro_batch * job.data.seq_len / estimate.step_s

@@ -41,7 +41,7 @@ from offloadtrain.plan.automatic import with_decisions_of
 from offloadtrain.plan.plan import PROCESS, Plan
 from offloadtrain.plan.run_cost import run_cost
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.bandwidth import bandwidth
+from offloadtrain.runtime.device_memory import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import Timeline
 from offloadtrain.step.layout.block_spec import BucketSpec

@@ -89,8 +89,7 @@ class Gpus(RankPanel):
 
 def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
     """Return a chart of the rank's GPU until the moment of the view."""
-    history = view.history.gpu
-    length = history.count(view.time_s)
+    history, length = view.history.gpu, view.history.gpu.count(view.time_s)
     size = max(length // zoom, min(length, _LEAST_WINDOW))
     window = Window(length - size, length)
     curves = tuple(

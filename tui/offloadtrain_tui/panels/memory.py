@@ -12,8 +12,7 @@ from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import RankPanel
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.area import Area, AreaChart
-from offloadtrain_tui.widgets.bars import MemoryBars
+from offloadtrain_tui.widgets.bars import Area, AreaChart, MemoryBars
 from offloadtrain_tui.widgets.table import fill, tell
 
 COLUMNS = ("now", "peak", "planned", "peak/plan")

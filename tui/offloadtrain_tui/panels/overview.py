@@ -11,8 +11,7 @@ from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.verdict import is_calm
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.area import Area, AreaChart
-from offloadtrain_tui.widgets.bars import MemoryBars
+from offloadtrain_tui.widgets.bars import Area, AreaChart, MemoryBars
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 

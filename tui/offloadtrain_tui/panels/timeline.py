@@ -12,7 +12,7 @@ from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.area import Area, AreaChart
+from offloadtrain_tui.widgets.bars import Area, AreaChart
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
 _FURTHEST = 64.0

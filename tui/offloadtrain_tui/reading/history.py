@@ -23,9 +23,8 @@ from offloadtrain.events import log_lines, schema
 from offloadtrain.events.log_lines import Record
 from offloadtrain.events.schema import Json
 from offloadtrain_tui.moments import Moment, moment_of
-from offloadtrain_tui.reading.live_memory import LiveMemory
 from offloadtrain_tui.reading.series import Measured, Series, Smoothed
-from offloadtrain_tui.reading.timed import Timed, TimedLines, Timelines, Times
+from offloadtrain_tui.reading.timed import LiveMemory, Timed, TimedLines, Timelines, Times
 from offloadtrain_tui.text import clean
 
 _BULK = (schema.Step, schema.System, schema.LiveMemory)

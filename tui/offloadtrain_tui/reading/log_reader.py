@@ -138,7 +138,7 @@ class RunReader:
                     self._glances[path] = glance(path, _rank_of(path), 1 << 20)
             self.histories[path].feed_lines(lines)
             any_lines |= bool(lines)
-            self.is_complete &= not tail.has_more
+            self.is_complete &= not tail.left_bytes or bool(tail.refused)
         if self.is_complete:
             self._glances.clear()
         self._grew |= any_lines and was_complete

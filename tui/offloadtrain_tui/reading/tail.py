@@ -60,11 +60,6 @@ class Tail:
         return lines
 
     @property
-    def has_more(self) -> bool:
-        """True if there is more to read at once."""
-        return self.left_bytes > 0 and not self.refused
-
-    @property
     def left_bytes(self) -> int:
         """Bytes not read yet."""
         return max(os.fstat(self._fd).st_size - self._offset, 0) if self._fd >= 0 else 0

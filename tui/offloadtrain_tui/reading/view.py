@@ -9,8 +9,7 @@ from typing import Any
 from offloadtrain.events import schema
 from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.reading.history import E, History
-from offloadtrain_tui.reading.live_memory import Live
-from offloadtrain_tui.reading.timed import SAMPLED_STEPS, Spans
+from offloadtrain_tui.reading.timed import SAMPLED_STEPS, Live, Spans
 from offloadtrain_tui.text import is_on_cpu
 
 

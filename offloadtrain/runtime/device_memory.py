@@ -1,4 +1,4 @@
-"""Memory of one GPU: the counters of the allocator of torch, and the bandwidth to and from the host.
+"""Memory of one GPU: the counters of torch's allocator, and the bandwidth between host and device.
 
 Reading a counter waits for nothing on the device.
 """

@@ -24,7 +24,7 @@ from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware.machine import find
-from offloadtrain.hardware.memory_sampler import MemoryPoint, Window, thinned
+from offloadtrain.hardware.memory_sampler import Sizes, Window, thinned
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.train.log.run_log import plan_facts, step_record
 from offloadtrain.train.progress import Progress, StepClock, StepStats
@@ -92,25 +92,24 @@ class GeneratedRank:
         )
         return schema.Memory(step=step, rows=(*rows, rest))
 
-    def point(self, step: int, share: float) -> MemoryPoint:
+    def sizes(self, share: float) -> Sizes:
         """A sample at `share` of a step: activations grow in forward, and go in backward."""
         held = sum(self.plan.host.values())
         allocated = self.fixed_bytes + round(self.moving_bytes * self.activity(share))
         reserved = self.fixed_bytes + self.moving_bytes + (300 << 20)
         total = self.plan.machine.gpu_memory_bytes
         noise = self.draw.randrange(GIB // 8)
-        return MemoryPoint(
-            step=step,
-            allocated=allocated,
-            reserved=reserved,
-            inactive=(120 << 20) + noise // 4,
-            free=total - reserved - _CONTEXT_BYTES,
-            pinned=self.pinned_bytes,
-            rss=held + noise,
-            available=self.host_bytes - held * self.ranks - 2 * GIB - noise,
-            swap=0,
-            page_cache=GIB + noise,
-        )
+        return {
+            "allocated": allocated,
+            "reserved": reserved,
+            "inactive": (120 << 20) + noise // 4,
+            "free": total - reserved - _CONTEXT_BYTES,
+            "pinned": self.pinned_bytes,
+            "rss": held + noise,
+            "available": self.host_bytes - held * self.ranks - 2 * GIB - noise,
+            "swap": 0,
+            "page_cache": GIB + noise,
+        }
 
     def activity(self, share: float) -> float:
         """Share of the activations that live: microbatches go up for a third, and down for two."""
@@ -129,28 +128,28 @@ class GeneratedRank:
     def sample(self, step: int, share: float) -> None:
         """What the samplers write meanwhile: a record of memory, and one of the machine."""
         for near in (0.6, 0.3, 0.0):
-            point = self.point(step, max(share - near / self.microbatches, 0.0))
-            self.window.add(point, self.fixed_bytes + self.moving_bytes)
+            sizes = self.sizes(max(share - near / self.microbatches, 0.0))
+            self.window.add(step, sizes, self.fixed_bytes + self.moving_bytes)
         self.emit(self.window.record())
-        self.emit(self.system(point))
+        self.emit(self.system(sizes))
 
-    def system(self, point: MemoryPoint) -> schema.System:
+    def system(self, sizes: Sizes) -> schema.System:
         return schema.System(
             cpu_percent=1400.0,
-            rss_bytes=point.rss or 0,
-            host_available_bytes=point.available or 0,
+            rss_bytes=sizes["rss"] or 0,
+            host_available_bytes=sizes["available"] or 0,
             host_total_bytes=self.host_bytes,
             swap_used_bytes=0,
-            gpus=tuple(self.gpu(index, point) for index in range(self.ranks)),
+            gpus=tuple(self.gpu(index, sizes) for index in range(self.ranks)),
         )
 
-    def gpu(self, index: int, point: MemoryPoint) -> schema.GpuSample:
+    def gpu(self, index: int, sizes: Sizes) -> schema.GpuSample:
         total = self.plan.machine.gpu_memory_bytes
         return schema.GpuSample(
             index=index,
             name="Tesla V100-PCIE-32GB",
             uuid=f"GPU-{index}",
-            memory_used_bytes=total - (point.free or 0),
+            memory_used_bytes=total - (sizes["free"] or 0),
             memory_total_bytes=total,
             utilization_percent=97.0 - abs(self.draw.gauss(0, 1)),
             clock_mhz=1380 - 15 * self.draw.randrange(4),
@@ -257,9 +256,7 @@ class GeneratedRank:
         for span in spans(self.plan, self.microbatches, slower):
             self.emit(replace(span, step=number))
         times = [i / 200 for i in range(200)]
-        curve = [
-            (1e3 * seconds * share, self.point(number, share).allocated or 0) for share in times
-        ]
+        curve = [(1e3 * seconds * share, self.sizes(share)["allocated"] or 0) for share in times]
         at_ms, kib = zip(*thinned(curve), strict=True)
         self.emit(schema.StepMemory(step=number, tier="device", at_ms=at_ms, kib=kib))
 

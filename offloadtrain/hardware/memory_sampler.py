@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import schema
@@ -35,25 +36,13 @@ CURVE_POINTS = 64
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPoint:
-    """One sample, in bytes; None: not known. The attributes are those of `schema.LiveMemory`."""
-
-    step: int
-    allocated: int | None = None
-    reserved: int | None = None
-    inactive: int | None = None
-    free: int | None = None
-    pinned: int | None = None
-    rss: int | None = None
-    available: int | None = None
-    swap: int | None = None
-    page_cache: int | None = None
+Sizes: TypeAlias = dict[str, int | None]
+"""A sample in bytes, by names of `schema.MEMORY_QUANTITIES`; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes on the device; the attributes are those of `MemoryPoint`.
+    """Bytes on the device; but for `peak` the attributes are `schema.MEMORY_QUANTITIES`.
 
     Attributes:
         peak: most allocated since the step began.
@@ -67,20 +56,6 @@ class DeviceMemory:
     free: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Bytes of the host; the attributes are those of `MemoryPoint`.
-
-    Attributes:
-        until_s: when it is read again, on the monotonic clock.
-    """
-
-    available: int | None = None
-    swap: int | None = None
-    page_cache: int | None = None
-    until_s: float = 0.0
-
-
 @dataclass(slots=True)
 class Window:
     """The least, newest and greatest value of each quantity since the last record."""
@@ -88,11 +63,11 @@ class Window:
     _extremes: dict[str, list[int]] = field(default_factory=dict)
     step: int = 0
 
-    def add(self, point: MemoryPoint, peak: int | None = None) -> None:
+    def add(self, step: int, sizes: Mapping[str, int | None], peak: int | None = None) -> None:
         """Add a sample; `peak`: most allocated since the sample before, if the allocator knows."""
-        self.step = point.step
-        for name in schema.MEMORY_QUANTITIES:
-            if (size := getattr(point, name)) is None:
+        self.step = step
+        for name, size in sizes.items():
+            if size is None:
                 continue
             least, _, most = self._extremes.get(name, (size, size, size))
             most = max(most, peak or 0) if name == "allocated" else most
@@ -139,7 +114,7 @@ class MemorySampler:
         self._host_peak = 0
         self._followed: tuple[float, list[tuple[float, int]]] | None = None
         """When the step that is followed began, and its curve of (ms, bytes)."""
-        self._host = HostMemory()
+        self._host, self._host_until_s = Sizes(), 0.0
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = thread or StandbyThread("memory-sampler")
         self._thread.begin(self._run)
@@ -184,47 +159,37 @@ class MemorySampler:
 
     def _sample(self) -> None:
         device = self._read_device() if self._read_device else None
-        if time.monotonic() >= self._host.until_s:
-            self._host = read_host()
+        if time.monotonic() >= self._host_until_s:
+            self._host = _host_sizes()
+            self._host_until_s = time.monotonic() + HOST_S
             self._each_second()
-        point = point_of(self._step, device, self._pinned(), self._host)
-        self._window.add(point, device.peak if device else None)
-        self._host_peak = max(self._host_peak, point.rss or 0)
+        sizes = sampled(device, self._pinned(), self._host)
+        self._window.add(self._step, sizes, device.peak if device else None)
+        resident = sizes["rss"] or 0
+        self._host_peak = max(self._host_peak, resident)
         if (followed := self._followed) is not None:
-            size = device.allocated if device else point.rss or 0
+            size = device.allocated if device else resident
             followed[1].append((1e3 * (time.perf_counter() - followed[0]), size))
 
 
-def point_of(
-    step: int, device: DeviceMemory | None, pinned: int | None, host: HostMemory
-) -> MemoryPoint:
+def sampled(device: DeviceMemory | None, pinned: int | None, host: Sizes) -> Sizes:
     """Return a sample: this process's resident memory now, and the other sizes as last read."""
-    return MemoryPoint(
-        step=step,
-        allocated=device.allocated if device else None,
-        reserved=device.reserved if device else None,
-        inactive=device.inactive if device else None,
-        free=device.free if device else None,
-        pinned=pinned,
-        rss=resident_bytes(),
-        available=host.available,
-        swap=host.swap,
-        page_cache=host.page_cache,
-    )
+    sizes = {"rss": resident_bytes(), "pinned": pinned, **host}
+    if device is not None:
+        names = ("allocated", "reserved", "inactive", "free")
+        sizes |= {name: getattr(device, name) for name in names}
+    return sizes
 
 
-def read_host() -> HostMemory:
-    """Read the host's memory; takes half a millisecond."""
-    stated, available = _meminfo(), None
+def _host_sizes() -> Sizes:
+    """Takes half a millisecond."""
+    stated = _meminfo()
+    sizes: Sizes = {"page_cache": stated.get("Cached")}
     with suppress(OSError, ValueError, OffloadTrainError):
-        available = max(host_memory.available_bytes(), 0)
-    swaps = {"SwapTotal", "SwapFree"} <= stated.keys()
-    return HostMemory(
-        available=available,
-        swap=stated["SwapTotal"] - stated["SwapFree"] if swaps else None,
-        page_cache=stated.get("Cached"),
-        until_s=time.monotonic() + HOST_S,
-    )
+        sizes["available"] = max(host_memory.available_bytes(), 0)
+    with suppress(KeyError):
+        sizes["swap"] = stated["SwapTotal"] - stated["SwapFree"]
+    return sizes
 
 
 def resident_bytes() -> int | None:

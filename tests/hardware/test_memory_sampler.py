@@ -13,13 +13,7 @@ import torch
 
 from offloadtrain.events import log_lines, schema
 from offloadtrain.hardware import memory_sampler
-from offloadtrain.hardware.memory_sampler import (
-    HostMemory,
-    MemoryPoint,
-    MemorySampler,
-    Window,
-    thinned,
-)
+from offloadtrain.hardware.memory_sampler import MemorySampler, Window, thinned
 from offloadtrain.runtime.device_memory import AllocatorCounters
 from tests.runtime.fake_allocator import FakeAllocator
 
@@ -124,9 +118,8 @@ def test_an_hour_is_less_than_a_megabyte() -> None:
     window, written = Window(), 0
     for _ in range(1800):
         for _ in range(3):
-            sizes = [size() for _ in schema.MEMORY_QUANTITIES]
-            sizes[4], sizes[7] = 900 * GIB, 0  # pinned memory and swap do not move
-            window.add(MemoryPoint(123_456, *sizes))
+            sizes = {name: size() for name in schema.MEMORY_QUANTITIES}
+            window.add(123_456, sizes | {"pinned": 900 * GIB, "swap": 0})  # those do not move
         written += len(log_lines.to_line(window.record(), 0, 1_795_000_000.1234567, 10**15))
     points = round(0.5 / memory_sampler.WITHIN_STEP_S)
     curve = thinned([(draw.uniform(0, 500), size()) for _ in range(points)])
@@ -143,7 +136,7 @@ def test_sampling_costs_a_fraction_of_a_core(gpu: FakeAllocator) -> None:
     counters = AllocatorCounters(DEVICE, gpu.free)
 
     def sample() -> None:
-        Window().add(memory_sampler.point_of(1, counters.read(), 0, HostMemory()))
+        Window().add(1, memory_sampler.sampled(counters.read(), 0, {}))
 
     def stat() -> None:
         Path("/proc/self/status").read_text()

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT
 from offloadtrain.cli.options import Flag, Json, Overrides
 from offloadtrain.config import toml
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError, broken
 from offloadtrain.config.units import format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offloadtrain.hardware.machine import Machine
     from offloadtrain.plan.costs.microbatch import Trace
     from offloadtrain.plan.plan import Plan
-    from offloadtrain.plan.run_cost import Price, RunCost
+    from offloadtrain.plan.run_cost import RunCost
     from offloadtrain.plan.search.largest import Row as LargestRow
     from offloadtrain.plan.search.question import Answer, Question
     from offloadtrain.plan.search.suggest import Change
@@ -57,50 +57,6 @@ def _never_silent() -> Iterator[None]:
     console = Console(quiet=not unfiltered(sys.stderr).isatty())
     with console.never_silent("planning", first_after_s=FIRST_SAID_S):
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What is asked about the run: the flags of `plan`."""
-
-    tokens: str
-    data: str
-    epochs: float
-    price: str
-
-    def check(self, *, one_plan: bool) -> None:
-        """Raises ConfigError for flags that contradict each other, or are not for these plans."""
-        flags = [text for text in (self.tokens, self.data, self.price) if text]
-        if (flags or self.epochs) and not one_plan:
-            raise ConfigError("--tokens, --data, --epochs and --price are for one plan")
-        if self.tokens and (self.data or self.epochs):
-            raise ConfigError(f"--tokens {self.tokens}: leave out --data and --epochs")
-        if not 0 <= self.epochs < float("inf"):
-            raise ConfigError(f"--epochs {self.epochs}: give more than 0")
-
-    @property
-    def hourly(self) -> Price | None:
-        """Raises ConfigError: no price."""
-        from offloadtrain.plan.run_cost import parse_price
-
-        return parse_price(self.price) if self.price else None
-
-    def count(self, job: Config) -> int:
-        """Return the tokens that the run sees; 0: as many as the job's steps have.
-
-        Raises:
-            ConfigError, DataError: no such number, or no such data.
-        """
-        if self.tokens:
-            try:
-                return max(round(parse_count(self.tokens)), 1)
-            except ValueError as error:
-                raise ConfigError(f"--tokens: {error}") from None
-        if not (self.data or self.epochs):
-            return 0
-        from offloadtrain.train.build import epoch_tokens
-
-        return ceil((self.epochs or 1) * epoch_tokens(job))
 
 
 @_never_silent()
@@ -194,16 +150,55 @@ def plan(
     as_json
         Print one JSON object.
     """
-    _collect_less_often()
-    from offloadtrain.plan.run_cost import run_cost
+    # A model has many small objects: a look at all of them after every 700 new ones, as Python
+    # does, takes a quarter of the plan of a deep model.
+    gc.set_threshold(20_000)
+    from offloadtrain.config.batch_split import parse_ranks
+    from offloadtrain.plan.run_cost import parse_price, run_cost
 
     models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
     one_answer = len(models) == len(machines) == 1
-    _check_flags(gpus, sweep, compare=compare, largest=largest)
-    _check_searches(job, " ".join(models), sweep, overrides, search=search, largest=largest)
-    _check_several(job, models, machine, "" if one_answer else save)
-    of_run = RunOptions(tokens, data, epochs, price)
-    of_run.check(one_plan=(one_answer or not models) and not (largest or search or sweep))
+    parse_ranks("--gpus", str(gpus))
+    model = " ".join(models)
+    one_plan = (one_answer or not models) and not (largest or search or sweep)
+    others = "--sweep, --set"
+    unusable = broken(
+        (
+            compare and (sweep or largest),
+            "--compare compares one plan: leave out --sweep and --largest",
+        ),
+        (
+            search and (models or sweep),
+            f"--search tries the divisions of one job: leave out {model or others}",
+        ),
+        (
+            largest and (job or models or sweep or overrides),
+            f"--largest searches over models: leave out {job or model or others}",
+        ),
+        (
+            models and (job or sweep),
+            f"--hf and --fine-tune ask for a model: leave out {job or others}",
+        ),
+        (
+            save and not one_answer,
+            f"--save {save}: it is for one --hf or --fine-tune and one --machine",
+        ),
+        (
+            len(machine) > 1 and (job or not models),
+            f"--machine {' '.join(machine)}: several are for --hf. A JOB comes before --machine",
+        ),
+        (
+            (tokens or data or epochs or price) and not one_plan,
+            "--tokens, --data, --epochs and --price are for one plan",
+        ),
+        (
+            tokens and (data or epochs),
+            f"--tokens {tokens}: leave out --data and --epochs",
+        ),
+        (not 0 <= epochs < float("inf"), f"--epochs {epochs}: give more than 0"),
+    )
+    if unusable:
+        raise ConfigError(unusable[0])
     chosen = partial(chosen_machine, sizes=(gpu_memory, host_memory, host_reserve))
     if largest:
         return _largest(*chosen(machines[0]), gpus, as_json=as_json)
@@ -213,7 +208,7 @@ def plan(
     changed = (*overrides, *_with_data(data, hf[0] if hf else ""))
     question = _question(models[0], bool(hf), changed, gpus) if models else None
     config = question.job if question else _job(job, changed)
-    count = of_run.count(config)
+    count = _run_tokens(config, tokens, data, epochs)
     name, target = chosen(machines[0] or config.device.machine)
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
@@ -226,15 +221,28 @@ def plan(
         answer, trace = _answer(question, name, target, gpus, count)
         _save(answer, save)
         planned, alternatives = answer.shown(as_json=as_json)
-    run = run_cost(planned, tokens=count, price=of_run.hourly)
+    hourly = parse_price(price) if price else None
+    run = run_cost(planned, tokens=count, price=hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 
-def _collect_less_often() -> None:
-    """A model has many small objects: a look at all of them after every 700 new ones, as Python
-    does, takes a quarter of the plan of a deep model."""
-    gc.set_threshold(20_000)
+def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
+    """Return the tokens that the run sees; 0: as many as the job's steps have.
+
+    Raises:
+        ConfigError, DataError: no such number, or no such data.
+    """
+    if tokens:
+        try:
+            return max(round(parse_count(tokens)), 1)
+        except ValueError as error:
+            raise ConfigError(f"--tokens: {error}") from None
+    if not (data or epochs):
+        return 0
+    from offloadtrain.train.build import epoch_tokens
+
+    return ceil((epochs or 1) * epoch_tokens(job))
 
 
 def _planned(
@@ -289,42 +297,6 @@ def _print(
         if alternatives:
             print(f"\n{report.alternatives(alternatives)}")
         print(f"\nThe job (--save FILE.toml writes it):\n{answer.job_text}", end="")
-
-
-def _check_flags(gpus: int, sweep: str, *, compare: bool, largest: bool) -> None:
-    """Raises ConfigError for flags that do not go together."""
-    from offloadtrain.config.batch_split import parse_ranks
-
-    parse_ranks("--gpus", str(gpus))
-    if compare and (sweep or largest):
-        raise ConfigError("--compare compares one plan: leave out --sweep and --largest")
-
-
-def _check_several(job: str, models: Sequence[str], machines: Sequence[str], save: str) -> None:
-    """Raises ConfigError for several machines with a job; `save`: a file for several answers."""
-    if save:
-        raise ConfigError(f"--save {save}: it is for one --hf or --fine-tune and one --machine")
-    if len(machines) > 1 and (not models or job):
-        raise ConfigError(
-            f"--machine {' '.join(machines)}: several are for --hf. A JOB comes before --machine"
-        )
-
-
-def _check_searches(
-    job: str, models: str, sweep: str, overrides: tuple[str, ...], *, search: bool, largest: bool
-) -> None:
-    """Raises ConfigError for a search with what it does not take."""
-    _check_alone("--search tries the divisions of one job", search, models, sweep, ())
-    _check_alone("--largest searches over models", largest, job or models, sweep, overrides)
-    _check_alone("--hf and --fine-tune ask for a model", bool(models), job, sweep, ())
-
-
-def _check_alone(
-    what: str, requested: bool, model: str, sweep: str, overrides: tuple[str, ...]
-) -> None:
-    """Raises ConfigError if a search is combined with a model or with changes to one."""
-    if requested and (model or sweep or overrides):
-        raise ConfigError(f"{what}: leave out {model or '--sweep, --set'}")
 
 
 def _job(job: str, overrides: tuple[str, ...]) -> Config:
@@ -536,19 +508,15 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
 def _sweep(config: Config, name: str, machine: Machine, counts: list[int], *, as_json: bool) -> int:
     from offloadtrain.plan.search import suggest, sweep
 
-    fewest = _fewest(counts, config)
+    # the fewest ranks that the table [ranks] can divide; if none, the fewest
+    least = config.ranks.pipeline * config.ranks.tensor * config.ranks.expert
+    fewest = next((count for count in counts if count % least == 0), counts[0])
     described, trace = _described(config, machine, fewest)
     config = suggest.planned(described, name, machine, fewest, trace).job
     points = sweep.sweep(config, name, machine, counts)
     facts = {"machine": name, "job": config.name, "points": sweep.as_json(points)}
     print(json.dumps(facts) if as_json else sweep.table(points, name))
     return 0 if any(not point.problem for point in points) else DOES_NOT_FIT
-
-
-def _fewest(counts: list[int], config: Config) -> int:
-    """Return the fewest ranks that the table [ranks] can divide; if none, the fewest."""
-    least = config.ranks.pipeline * config.ranks.tensor * config.ranks.expert
-    return next((count for count in counts if count % least == 0), counts[0])
 
 
 def _counts(text: str) -> list[int]:

@@ -133,7 +133,11 @@ def _longest(none: Run, kinds: Sequence[int]) -> Run:
 
 def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
     """Return a number per layer: equal for layers that are alike."""
-    owners = Counter(param for _, param in _owned(model, layers))
+    inside = {module for layer in layers for module in layer.modules()}
+    owners = Counter(param for layer in layers for param in layer.parameters())
+    for module in model.modules():
+        if module not in inside:
+            owners.update(module.parameters(recurse=False))
     signatures = [dict(_attributes(layer)) for layer in layers]
     for at, layer in enumerate(layers):
         if any(owners[param] > 1 for param in layer.parameters()):
@@ -147,18 +151,6 @@ def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
         if signature not in distinct:
             distinct.append(signature)
     return [distinct.index(signature) for signature in signatures]
-
-
-def _owned(
-    model: nn.Module, layers: Sequence[nn.Module]
-) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield every layer, and every module outside the layers, with each of its parameters."""
-    inside = {module for layer in layers for module in layer.modules()}
-    for layer in layers:
-        yield from ((layer, param) for param in layer.parameters())
-    for module in model.modules():
-        if module not in inside:
-            yield from ((module, param) for param in module.parameters(recurse=False))
 
 
 def _attributes(layer: nn.Module) -> Iterator[tuple[str, object]]:
@@ -267,14 +259,10 @@ class Moment:
     peak_bytes: PeakBytes | None
 
 
-def moments_of(segments: Sequence[Segment], repeated: set[str]) -> list[Moment]:
+def moment_of(segment: Segment, repeated: set[str]) -> Moment:
     """`repeated`: names of the blocks that are layers."""
-    return [
-        Moment(
-            segment.place, segment.work, tuple(segment.input_sizes), _peak_bytes(segment, repeated)
-        )
-        for segment in segments
-    ]
+    sizes = tuple(segment.input_sizes)
+    return Moment(segment.place, segment.work, sizes, _peak_bytes(segment, repeated))
 
 
 def _peak_bytes(segment: Segment, repeated: set[str]) -> PeakBytes | None:

@@ -20,9 +20,9 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ from offloadtrain.plan.tracing.alike import (
     Run,
     extended,
     fake_model,
-    moments_of,
+    moment_of,
     runs_of,
     uniform_runs,
 )
@@ -223,7 +223,7 @@ def _moments_of_fakes(
 
 def _metered(model: nn.Module, loss_of: Loss, options: OffloadConfig, meter: Meter) -> list[Moment]:
     """Run a microbatch of a model without memory under its engine. Changes the model."""
-    traced = _offloaded(model, options, meter)
+    engine, blocks, _hooks = _offloaded(model, options, meter)
     storages = [param.untyped_storage() for param in model.parameters()]
     meter.weights = frozenset(storage._cdata for storage in storages)
     with meter, _no_values(type(model).__name__), few_stand_for_all(AlikePieces(meter)):
@@ -232,8 +232,9 @@ def _metered(model: nn.Module, loss_of: Loss, options: OffloadConfig, meter: Met
             raise TraceError(
                 f"the loss has the shape {tuple(loss.shape)}: give a function that returns a scalar"
             )
-        traced.engine.backward(loss)
-    return moments_of(meter.segments, {block.name for block in traced.blocks if block.repeated})
+        engine.backward(loss)
+    repeated = {block.name for block in blocks if block.repeated}
+    return [moment_of(segment, repeated) for segment in meter.segments]
 
 
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -264,16 +265,6 @@ def _signals_handled_afterwards() -> Iterator[None]:
             signal.signal(number, handler)
         for number in dict.fromkeys(pending):
             replaced[number](number, sys._getframe())
-
-
-@dataclass(frozen=True, slots=True)
-class _Offloaded:
-    """A fake model under its engine."""
-
-    model: nn.Module
-    engine: Engine
-    blocks: Sequence[Block]
-    hooks: Sequence[object]
 
 
 class _HostMemory(MetaArena):
@@ -315,7 +306,10 @@ def _of_some_layers(
     return options.replace(recompute_blocks=len(again))
 
 
-def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloaded:
+def _offloaded(
+    model: nn.Module, config: OffloadConfig, meter: Meter
+) -> tuple[Engine, Sequence[Block], Sequence[object]]:
+    """Return the engine of a fake model, its blocks, and its hooks, which live as long as that."""
     ledger, rule = Ledger(), AdamW()
     engine, blocks = build(
         model,
@@ -341,7 +335,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
     hooks += hook_parameters(engine, blocks)
     dtype = PRECISIONS[config.precision]
     hooks += attach_casts(model, layers, dtype, cast_inputs=config.activations.cast_inputs)
-    return _Offloaded(model, engine, blocks, hooks)
+    return engine, blocks, hooks
 
 
 def _delivered(meter: Meter, param: Tensor) -> None:
@@ -389,12 +383,10 @@ def _as_step(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
         (moment.peak_bytes for moment in moments if moment.peak_bytes), key=sum
     )
     return TracedStep(
-        {name: _cost(works, name) for name in names},
+        {
+            name: BlockCost(*(works.get(Place(name, back), Work()) for back in (False, True)))
+            for name in names
+        },
         Activations(saved, working, outside, gradients),
         tuple(size for moment in moments for size in moment.input_sizes),
     )
-
-
-def _cost(works: Mapping[Place, Work], block: str) -> BlockCost:
-    forward, backward = (works.get(Place(block, way), Work()) for way in (False, True))
-    return BlockCost(forward, backward)

@@ -138,42 +138,33 @@ def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
     authority = named.lower() if port == 80 else f"{named}:{port}".lower()  # as browsers send it
     url = f"http://{authority}"
 
+    tabs: set[asyncio.Task[object]] = set()
+
     @web.middleware
-    async def only_from_here(
+    async def guard(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if not is_from_here(request.host, request.headers.get("Origin"), host):
             raise web.HTTPForbidden(text="this request comes from another site")
         if request.path == "/" and request.host != authority:
             raise web.HTTPFound(url + request.path_qs)  # its socket accepts pages of this origin
-        return with_policy(await handler(request), url)
-
-    tabs: set[asyncio.Task[object]] = set()
-
-    @web.middleware
-    async def known_tab(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        tab = asyncio.current_task()
-        if tab is None or request.path not in ("/", "/ws"):
-            return await handler(request)
-        if len(tabs) >= most_tabs:
+        if request.path in ("/", "/ws") and len(tabs) >= most_tabs:
             text = (
                 f"{most_tabs} tabs are open: close one, or start the monitor with a larger --tabs"
             )
             raise web.HTTPServiceUnavailable(text=text)
-        if request.path == "/":
-            return await handler(request)
-        tabs.add(tab)
+        tab = asyncio.current_task()
+        if tab is not None and request.path == "/ws":
+            tabs.add(tab)
         try:
-            return await handler(request)
+            return with_policy(await handler(request), url)
         finally:
-            tabs.discard(tab)
+            tabs.difference_update({tab})
 
     class Guarded(Server):
         async def _make_app(self) -> web.Application:
             app = await super()._make_app()
-            app.middlewares.extend((only_from_here, known_tab))
+            app.middlewares.append(guard)
             return app
 
         async def on_startup(self, app: web.Application) -> None:

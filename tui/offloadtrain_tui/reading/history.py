@@ -27,7 +27,7 @@ from offloadtrain_tui.reading.series import Measured, Series, Smoothed
 from offloadtrain_tui.reading.timed import LiveMemory, Timed, TimedLines, Timelines, Times
 from offloadtrain_tui.text import clean
 
-_BULK = (schema.Step, schema.System, schema.LiveMemory)
+_BULK = ("step", "system", "live_memory")
 """Kinds read without their classes, since there are hundreds of thousands."""
 _EVENTS = (
     *(schema.RunStarted, schema.SetUp, schema.RunEnded, schema.Memory, schema.StepMemory),
@@ -232,14 +232,11 @@ class History(StepColumns):
             self.unreadable += bool(line.strip())
             return
         kind = values.get("k") if isinstance(values, dict) else None
-        if (
-            (kind == "step" and self._step(values, line))
-            or (kind == "system" and self._system(values, line))
-            or (kind == "live_memory" and self.live.add(values))
-        ):
+        if kind in _BULK:
+            self.unreadable += not self._one_of_many(kind, values, line)
             return
         record = log_lines.from_values(values)
-        if record is None or not math.isfinite(record.time_s) or isinstance(record.event, _BULK):
+        if record is None or not math.isfinite(record.time_s):
             self.unreadable += 1
         else:
             self.feed(record, line)
@@ -283,15 +280,25 @@ class History(StepColumns):
 
     # ---- one kind each
 
-    def _step(self, values: Json, line: bytes) -> bool:
-        """Add a step; False if it is not valid."""
-        number, time_s = values.get("step"), number_of(values.get("t"))
-        if type(number) is not int or time_s is None or not math.isfinite(time_s):
+    def _one_of_many(self, kind: str, values: Json, line: bytes) -> bool:
+        """Add a step, or a sample of memory or of the machine; False if it is not valid."""
+        if kind == "live_memory":
+            return self.live.add(values)
+        number: Any = values.get("step")
+        time_s = number_of(values.get("t"))
+        is_valid = type(number) is int if kind == "step" else type(values.get("gpus", [])) is list
+        if not is_valid or time_s is None or not math.isfinite(time_s):
             return False
         time_s = self._in_order(time_s, values.get("m"))
-        self.add_step(number, time_s, values)
-        self._odd(values, number, time_s, line)
         self.last_time_s = max(self.last_time_s, time_s)
+        if kind == "step":
+            self.add_step(number, time_s, values)
+            self._odd(values, number, time_s, line)
+        else:
+            self.systems.add(time_s, line)
+            start = self.of(schema.RunStarted).at(math.inf)
+            uuid = str(start.plan.get("gpu_uuid", "")) if start else ""
+            self.gpu.add(time_s, values.get("gpus", []), uuid)
         return True
 
     def _odd(self, values: Json, number: int, time_s: float, line: bytes) -> None:
@@ -308,19 +315,6 @@ class History(StepColumns):
         text = f"skipped: gradient norm {norm}" if finite else f"loss is {loss}"
         level = "warning" if finite else "error"
         self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
-
-    def _system(self, values: Json, line: bytes) -> bool:
-        """Add a sample of the machine; False if it is not valid."""
-        time_s = number_of(values.get("t"))
-        if time_s is None or not math.isfinite(time_s) or type(values.get("gpus", [])) is not list:
-            return False
-        time_s = self._in_order(time_s, values.get("m"))
-        self.last_time_s = max(self.last_time_s, time_s)
-        self.systems.add(time_s, line)
-        start = self.of(schema.RunStarted).at(math.inf)
-        uuid = str(start.plan.get("gpu_uuid", "")) if start else ""
-        self.gpu.add(time_s, values.get("gpus", []), uuid)
-        return True
 
     def _span(self, step: int, time_s: float, line: bytes) -> None:
         if self.timelines.add(step, line):

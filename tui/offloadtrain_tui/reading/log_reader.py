@@ -16,7 +16,7 @@ from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.ending import Ending, ending_of
-from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.tail import Tail
 from offloadtrain_tui.reading.view import View
@@ -204,7 +204,7 @@ class RunReader:
 
 def glance(path: Path, rank: int = 0, tail_bytes: int = _TAIL_BYTES) -> History:
     """Read the first and the last records of a log, in constant time."""
-    history = History(rank)
+    lines: list[bytes] = []
     with suppress(OSError), open_regular(path) as log:
         size = os.fstat(log.fileno()).st_size
         head = log.read(_HEAD_BYTES)
@@ -212,8 +212,7 @@ def glance(path: Path, rank: int = 0, tail_bytes: int = _TAIL_BYTES) -> History:
         if size > _HEAD_BYTES:
             log.seek(max(size - tail_bytes, _HEAD_BYTES))
             lines += log.read(tail_bytes).split(b"\n")[1:]
-        history.feed_lines(lines)
-    return history
+    return fold(lines, rank)
 
 
 def _rank_of(path: Path) -> int:

@@ -13,7 +13,7 @@ from offloadtrain.config import units
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, lane_word, milliseconds, short
 from offloadtrain_tui.view_state import ViewState, marks
-from offloadtrain_tui.widgets.chart import Curve, Mark, Plot
+from offloadtrain_tui.widgets.chart import Curve, Plot
 from offloadtrain_tui.widgets.drawn import RUN_COLORS
 
 
@@ -127,7 +127,7 @@ def plot(name: str, shown: ViewState) -> Plot:
         title=kind.title,
         curves=tuple(curves),
         window=window,
-        marks=tuple(Mark(*mark) for mark in marks(view, window)),
+        marks=tuple(marks(view, window)),
         cursor=shown.cursor,
         log=shown.log and kind.log,
         unit=kind.unit,

@@ -42,6 +42,11 @@ class Times:
         """Return the number of entries valid at a time."""
         return bisect_right(self.times, time_s)
 
+    def newest_s(self, time_s: float) -> float | None:
+        """Return the time of the newest entry at a time."""
+        count = self.count(time_s)
+        return self.times[count - 1] if count else None
+
 
 class Timed(Times, Generic[T]):
     """Values with the time from which each is valid."""

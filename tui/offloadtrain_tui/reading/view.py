@@ -50,9 +50,7 @@ class View:
     @property
     def started_s(self) -> float | None:
         """Time of the newest start."""
-        starts = self.history.of(schema.RunStarted)
-        count = starts.count(self.time_s)
-        return starts.times[count - 1] if count else None
+        return self.history.of(schema.RunStarted).newest_s(self.time_s)
 
     @property
     def step_time_s(self) -> float | None:
@@ -70,11 +68,9 @@ class View:
     @property
     def end(self) -> schema.RunEnded | None:
         """The end of the newest start, if it has ended."""
-        ends, started_s = self.history.of(schema.RunEnded), self.started_s
-        count = ends.count(self.time_s)
-        if not count or (started_s is not None and ends.times[count - 1] < started_s):
-            return None
-        return ends.values[count - 1]
+        ended_s = self.history.of(schema.RunEnded).newest_s(self.time_s)
+        is_earlier = ended_s is not None and ended_s < (self.started_s or 0.0)
+        return None if is_earlier else self.newest(schema.RunEnded)
 
     @property
     def memory(self) -> tuple[schema.MemoryRow, ...]:
@@ -87,9 +83,7 @@ class View:
 
     @property
     def system_time_s(self) -> float | None:
-        systems = self.history.systems
-        count = systems.count(self.time_s)
-        return systems.times[count - 1] if count else None
+        return self.history.systems.newest_s(self.time_s)
 
     @property
     def live(self) -> Live | None:

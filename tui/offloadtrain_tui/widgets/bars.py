@@ -71,10 +71,6 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         super().__init__((), id=id)
         self._legend = legend
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return self._content
-
     def show(self, content: tuple[Tier, ...]) -> None:
         super().show(content)
         if self.get_content_height() != self.size.height:
@@ -87,7 +83,7 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return [self.strip(line) for line in self._lines(width)]
 
     def _lines(self, width: int) -> list[list[Segment]]:
-        tiers = self.tiers
+        tiers = self._content
         if len(tiers) <= 2:
             return [line for tier in tiers for line in self._bar_with_legend(tier, width)]
         order = sorted(tiers[:-1], key=lambda tier: tier.free)

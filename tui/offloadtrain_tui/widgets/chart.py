@@ -47,20 +47,12 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A mark at a position: a checkpoint, a resume, a skipped step."""
-
-    position: int
-    sign: str
-    color: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plot:
     """The contents of a chart; equal plots look the same.
 
     Attributes:
         window: displayed positions of the first curve.
+        marks: (position, sign, color) of a checkpoint, a resume, a skipped step.
         cursor: the position selected in all charts.
         axis: labels below the left and the right end.
         least_range: the axis spans at least this share of the largest value, so that noise is flat.
@@ -70,7 +62,7 @@ class Plot:
     title: str
     curves: tuple[Curve, ...] = ()
     window: Window = NO_WINDOW
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[tuple[int, str, str], ...] = ()
     cursor: int | None = None
     log: bool = False
     unit: str = ""
@@ -224,9 +216,9 @@ class Chart(Drawn[Plot]):
     def _signs(self, inner: int, *, marks: bool) -> Signs:
         """Return the signs drawn over a row: marks, and the cursor, which goes through all rows."""
         signs: dict[int, tuple[str, Style]] = {}
-        for mark in self.plot.marks if marks else ():
-            if (column := self._column(mark.position, inner)) is not None:
-                signs[column] = (mark.sign, self.style(mark.color, bold=True))
+        for position, sign, color in self.plot.marks if marks else ():
+            if (column := self._column(position, inner)) is not None:
+                signs[column] = (sign, self.style(color, bold=True))
         if self.plot.cursor is not None:
             column = self._column(self.plot.cursor, inner)
             if column is not None:

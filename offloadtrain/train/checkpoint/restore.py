@@ -23,8 +23,8 @@ from offloadtrain.train.checkpoint.manifest import DTYPES, CheckpointError, Entr
 from offloadtrain.train.checkpoint.reader import Reading, read
 from offloadtrain.train.checkpoint.save import OffloadedState, untrained
 
-_Pieces = Mapping[str, Sequence[Entry]]
-"""Name → its entries, of every kind."""
+_Piece = Mapping[str, Entry]
+"""A part of a parameter: kind → its tensor."""
 
 
 def restore(
@@ -49,17 +49,16 @@ def restore(
     states, extra = optimizer.own_states(), untrained(model, optimizer)
     shapes = {name: tuple(x.shape) for name, x in extra.items()}
     _check_same_model(source, states, shapes, optimizer, ranks)
-    in_use = [entry for entry in source.manifest.entries if entry.kind == WORKING]
-    pieces = _by_name(entry for entry in source.manifest.entries if entry.kind != WORKING)
+    in_use, pieces = _pieces(source, working=True), _pieces(source)
     weights = optimizer.own_weights() if in_use else {}
 
     def load() -> None:
         _load(source, pieces, states, optimizer)
-        _load(source, _by_name(in_use), weights, optimizer)
+        _load(source, in_use, weights, optimizer)
         with torch.no_grad():
             for name, tensor in extra.items():
-                (entry,) = pieces[name]
-                tensor.copy_(read_whole(source, entry))
+                (piece,) = pieces[name]
+                tensor.copy_(read_whole(source, piece[UNTRAINED]))
 
     agreed(ranks, load)
     return bool(weights)
@@ -80,32 +79,41 @@ def read_whole(source: Checkpoint, entry: Entry) -> torch.Tensor:
     return values.as_strided(entry.shape, entry.stride) if is_whole else values
 
 
-def _by_name(entries: Iterable[Entry]) -> _Pieces:
-    pieces: dict[str, list[Entry]] = {}
-    for entry in entries:
-        pieces.setdefault(entry.name, []).append(entry)
-    return pieces
+def _pieces(checkpoint: Checkpoint, *, working: bool = False) -> dict[str, list[_Piece]]:
+    """Return name → its pieces, in order: of the state, or only of the weights in use.
+
+    Update mode "delayed": the weights of the state are the newer ones.
+    """
+    names: dict[str, dict[tuple[int, int], dict[str, Entry]]] = {}
+    for entry in (e for e in checkpoint.manifest.entries if (e.kind == WORKING) == working):
+        of_name = names.setdefault(entry.name, {})
+        of_name.setdefault((entry.lo, entry.hi), {})[entry.kind] = entry
+    return {name: [piece for _, piece in sorted(parts.items())] for name, parts in names.items()}
+
+
+def _entries(pieces: Iterable[_Piece]) -> list[Entry]:
+    return [entry for piece in pieces for entry in piece.values()]
 
 
 def _load(
     checkpoint: Checkpoint,
-    pieces: _Pieces,
+    pieces: Mapping[str, Sequence[_Piece]],
     states: Mapping[str, Sequence[OwnState]],
     optimizer: OffloadedState,
 ) -> None:
     """Load this rank's parts of every parameter in `states`."""
-    alike = {name for name, shards in states.items() if _is_alike(pieces[name], shards[0])}
+    saved = {name: _entries(pieces[name]) for name in states}
+    alike = {name for name, shards in states.items() if _is_alike(saved[name], shards[0])}
     names = ((name, state) for name in sorted(alike) for state in states[name])
-    readings = [reading for name, state in names for reading in _direct(pieces[name], state)]
+    readings = [reading for name, state in names for reading in _direct(saved[name], state)]
     read(checkpoint.path, readings)
     for name in sorted(states.keys() - alike):
         _convert(checkpoint, pieces[name], states[name], optimizer)
 
 
-def _is_alike(entries: Iterable[Entry], state: OwnState) -> bool:
+def _is_alike(entries: Sequence[Entry], state: OwnState) -> bool:
     """Return True if the saved bytes have the layout of this optimizer's memory."""
     dtypes = {kind: name_of(view.dtype) for kind, (view, _) in state.fields.items()}
-    entries = list(entries)
     same = all(dtypes.get(e.kind) == e.dtype and e.stride == state.stride for e in entries)
     return same and {entry.kind for entry in entries} == dtypes.keys()
 
@@ -126,28 +134,25 @@ def _direct(entries: Iterable[Entry], state: OwnState) -> Iterator[Reading]:
 
 def _convert(
     checkpoint: Checkpoint,
-    entries: Sequence[Entry],
+    pieces: Sequence[_Piece],
     states: Sequence[OwnState],
     optimizer: OffloadedState,
 ) -> None:
     """Load one parameter from another state format or memory order."""
-    if entries[0].stride != states[0].stride:
-        optimizer.load_named_state(
-            entries[0].name, _turned(checkpoint, entries, states[0].stride), lo=0
-        )
+    first = _entries(pieces)[0]
+    if first.stride != states[0].stride:
+        optimizer.load_named_state(first.name, _turned(checkpoint, pieces, states[0].stride), lo=0)
         return
-    pieces: dict[tuple[int, int], list[Entry]] = {}
-    for entry in entries:
-        if any(entry.lo < state.hi and state.lo < entry.hi for state in states):
-            pieces.setdefault((entry.lo, entry.hi), []).append(entry)
-    for (lo, hi), kinds in pieces.items():
-        loaded = {entry.kind: read_whole(checkpoint, entry) for entry in kinds}
-        is_whole = (lo, hi) == (0, math.prod(kinds[0].shape))
-        optimizer.load_named_state(kinds[0].name, loaded, lo=None if is_whole else lo)
+    for piece in pieces:
+        lo, hi = next((entry.lo, entry.hi) for entry in piece.values())
+        if any(lo < state.hi and state.lo < hi for state in states):
+            loaded = {kind: read_whole(checkpoint, entry) for kind, entry in piece.items()}
+            is_whole = (lo, hi) == (0, math.prod(first.shape))
+            optimizer.load_named_state(first.name, loaded, lo=None if is_whole else lo)
 
 
 def _turned(
-    checkpoint: Checkpoint, entries: Iterable[Entry], stride: Sequence[int]
+    checkpoint: Checkpoint, pieces: Sequence[_Piece], stride: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """Read all of one parameter's state, and bring it into another order of memory: 1-D, on the
     host. Tensor parallel keeps some matrices column by column.
@@ -155,9 +160,7 @@ def _turned(
     Raises:
         CheckpointError: its scales stand for blocks of elements in the order that was saved.
     """
-    of_kinds: dict[str, list[Entry]] = {}
-    for entry in entries:
-        of_kinds.setdefault(entry.kind, []).append(entry)
+    for entry in _entries(pieces):
         if entry.count != entry.hi - entry.lo:
             raise CheckpointError(
                 f"{checkpoint.path}: {entry.kind} of '{entry.name}' was saved in the memory order "
@@ -166,12 +169,11 @@ def _turned(
                 "and save it"
             )
     turned = {}
-    for kind, parts in of_kinds.items():
-        flats = [read_whole(checkpoint, part) for part in sorted(parts, key=lambda part: part.lo)]
-        saved = torch.cat([flat.as_strided((flat.numel(),), (1,)) for flat in flats])
+    for kind, first in pieces[0].items():
+        saved = torch.cat([_values(checkpoint, piece[kind]) for piece in pieces])
         turned[kind] = torch.empty_like(saved)
-        shaped = saved.as_strided(parts[0].shape, parts[0].stride)
-        turned[kind].as_strided(parts[0].shape, stride).copy_(shaped)
+        shaped = saved.as_strided(first.shape, first.stride)
+        turned[kind].as_strided(first.shape, stride).copy_(shaped)
     return turned
 
 
@@ -217,8 +219,6 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8)
 
 
-_Piece = Mapping[str, Entry]
-"""A part of a parameter: kind → its tensor."""
 _DECODED = 1 << 18
 """Elements decoded at a time; a multiple of the formats' blocks."""
 
@@ -244,7 +244,7 @@ def saved_weights(
     Raises:
         CheckpointError: the state is of no format that is known here.
     """
-    chosen = ((name, of) for name, of in _pieces_by_name(source).items() if wanted(name))
+    chosen = ((name, of) for name, of in _pieces(source).items() if wanted(name))
     for name, pieces in chosen:
         parts = [_read(source, name, piece, rule, working) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -260,7 +260,7 @@ def saved_state(source: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[s
         CheckpointError: the state is of no format that is known here.
     """
     kinds = [field.name for field in FP32.fields(rule.moments)]
-    for name, pieces in _pieces_by_name(source).items():
+    for name, pieces in _pieces(source).items():
         if pieces[0].keys() == {UNTRAINED}:
             continue
         parts = [_decoded(source, piece, *_format(name, piece, rule), kinds) for piece in pieces]
@@ -268,15 +268,6 @@ def saved_state(source: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[s
         entry = next(iter(pieces[0].values()))
         views = (tensor.as_strided(entry.shape, entry.stride) for tensor in tensors)
         yield name, dict(zip(kinds, views, strict=True))
-
-
-def _pieces_by_name(checkpoint: Checkpoint) -> dict[str, list[_Piece]]:
-    """Return name → its pieces, in order."""
-    names: dict[str, dict[int, dict[str, Entry]]] = {}
-    # Update mode "delayed": the weights of the state are the newer ones.
-    for entry in (e for e in checkpoint.manifest.entries if e.kind != WORKING):
-        names.setdefault(entry.name, {}).setdefault(entry.lo, {})[entry.kind] = entry
-    return {name: [pieces[lo] for lo in sorted(pieces)] for name, pieces in names.items()}
 
 
 def _read(checkpoint: Checkpoint, name: str, piece: _Piece, rule: AnyRule, working: bool) -> Tensor:

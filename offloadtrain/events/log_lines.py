@@ -57,19 +57,15 @@ def from_line(line: bytes | str) -> Record | None:
 def from_values(values: Any) -> Record | None:
     """Convert parsed JSON; see `from_line`."""
     try:
-        event: Event = decode(KINDS[values["k"]], values)
-        envelope: _Envelope = decode(_Envelope, values)
+        return Record(
+            decode(KINDS[values["k"]], values),
+            rank=_exactly(int, values["r"]),
+            time_s=_float(values["t"]),
+            monotonic_ns=_exactly(int, values.get("m", 0)),
+            version=_exactly(int, values["v"]),
+        )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    return Record(event, envelope.r, envelope.t, envelope.m, envelope.v)
-
-
-@dataclass(frozen=True, slots=True)
-class _Envelope:
-    v: int
-    t: float
-    r: int
-    m: int = 0
 
 
 def read(path: str | Path) -> Iterator[Record]:

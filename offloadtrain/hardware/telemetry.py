@@ -125,11 +125,6 @@ def host_memory_bytes() -> int:
     return min([total, *(limit.num_bytes for limit in limits)])
 
 
-def own_bytes() -> int:
-    """Return the resident memory of this process."""
-    return _or_default(lambda: psutil.Process().memory_info().rss, 0)
-
-
 def host_available_bytes() -> int:
     """Return the memory still available under every limit; 0: unknown."""
     return max(_or_default(available_bytes, 0), 0)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from offloadtrain.hardware.machine import Machine, find, shipped
-from offloadtrain.hardware.telemetry import own_bytes, probe
+from offloadtrain.hardware.memory_sampler import resident_bytes
+from offloadtrain.hardware.telemetry import probe
 from offloadtrain.runtime.device import cpu_bf16_speedup, cpu_has_bf16
 
 _CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
@@ -24,7 +25,7 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
     and the number and size of the GPUs."""
     probed = probe()
     free = probed.host_available_bytes or probed.host_memory_bytes  # it may be unknown
-    host = f"{free + own_bytes()}"
+    host = f"{free + (resident_bytes() or 0)}"
     if not on_gpu:
         base = find(_CPU)[1]
         faster = max(probed.cores_usable / base.cores, 0.5)

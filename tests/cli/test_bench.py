@@ -78,9 +78,9 @@ BAD_FLAGS = [
     (["adam", "--n", "0"], "give a number such as 64M"),
     (["adam", "--threads", "1,0"], "at least 1, separated by commas"),
     (["adam", "--threads", "two"], "at least 1, separated by commas"),
-    (["adam", "--rounds", "0"], "at least 1"),
+    (["adam", "--rounds", "0"], "Must be >= 1"),
     (["adam", "--states", "fp32,int4"], "fp32, split16, int8"),
-    (["step", "--layers", "0"], ""),
+    (["step", "--layers", "0"], "Must be >= 1"),
     (["disk", "--size", "much"], "--size much"),
 ]
 

@@ -95,13 +95,12 @@ def predicted(case: str, count: int, layers: int) -> float | None:
     """Return the efficiency by the schedule with the paced times."""
     if case == "demo":
         return None
-    alone, here = (_scheduled_s(case, n, layers) for n in (1, count))
-    return alone / here
 
+    def scheduled_s(ranks: int) -> float:
+        spec = spec_of_layers(layers, ranks, **CASES[case])
+        return steady(spec, lambda op: _pace(op.kind, ranks) / 1e3).seconds
 
-def _scheduled_s(case: str, count: int, layers: int) -> float:
-    spec = spec_of_layers(layers, count, **CASES[case])
-    return steady(spec, lambda op: _pace(op.kind, count) / 1e3).seconds
+    return scheduled_s(1) / scheduled_s(count)
 
 
 def _pace(kind: Kind, count: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offloadtrain.cli.options import Json
+from offloadtrain.cli.options import Count, Json
 from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.config.units import parse_bytes
 
@@ -20,7 +20,7 @@ def adam(
     *,
     n: str = "64M",
     threads: str = "1,2",
-    rounds: int = 11,
+    rounds: Count = 11,
     states: str = ",".join(STATES),
     as_json: Json = False,
 ) -> None:
@@ -42,7 +42,6 @@ def adam(
         Print one JSON object instead of the tables.
     """
     numel, counts = _numel(n), _counts("--threads", threads)
-    _at_least_one(rounds=rounds)
     chosen = _states(states)
 
     from offloadtrain.cli.bench import adam as bench
@@ -66,9 +65,9 @@ def adam(
 
 def step(
     *,
-    layers: int = 12,
-    steps: int = 10,
-    rounds: int = 5,
+    layers: Count = 12,
+    steps: Count = 10,
+    rounds: Count = 5,
     as_json: Json = False,
 ) -> None:
     """Compare a step with its schedule, and with the same model in plain torch.
@@ -87,7 +86,6 @@ def step(
     as_json
         Print one JSON object instead of the tables.
     """
-    _at_least_one(layers=layers, steps=steps, rounds=rounds)
     from offloadtrain.cli.bench import step as bench
 
     rows, demo = bench.run(layers, steps, _say), bench.run_demo(rounds, _say)
@@ -104,9 +102,9 @@ def step(
 def scale(
     *,
     ranks: str = "1,2,4",
-    layers: int = 8,
-    steps: int = 10,
-    rounds: int = 3,
+    layers: Count = 8,
+    steps: Count = 10,
+    rounds: Count = 3,
     as_json: Json = False,
 ) -> None:
     """Measure how a step scales with ranks at constant work per rank.
@@ -128,7 +126,6 @@ def scale(
         Print one JSON object instead of the table.
     """
     counts = sorted({1, *_counts("--ranks", ranks)})
-    _at_least_one(layers=layers, steps=steps, rounds=rounds)
 
     import torch
 
@@ -145,7 +142,7 @@ def disk(
     *,
     folder: str = ".",
     size: str = "1GiB",
-    rounds: int = 5,
+    rounds: Count = 5,
     as_json: Json = False,
 ) -> None:
     """Compare an update of state on the disk with what the drive reads and writes at once.
@@ -165,7 +162,6 @@ def disk(
     as_json
         Print one JSON object instead of the table.
     """
-    _at_least_one(rounds=rounds)
     try:
         num_bytes = parse_bytes(size)
     except ValueError as error:
@@ -207,12 +203,6 @@ def _show(as_json: bool, facts: dict[str, Any], *text: str) -> None:
         print(json.dumps(_machine() | facts))
     else:
         print(*text, sep="\n")
-
-
-def _at_least_one(**values: int) -> None:
-    for option, value in values.items():
-        if value < 1:
-            raise ConfigError(f"--{option} {value}: give at least 1")
 
 
 def _machine() -> dict[str, Any]:

@@ -358,14 +358,11 @@ class _Block:
         flops = 4.0 * d * length / self.kernels.split
         if self.kernels.attention == "scores":
             side = sqrt(length * self.shape.head_dim)
-            seconds = flops / self._flops(side)
+            seconds = flops / self.kernels.product_flops(self.machine, self.precision, side)
             return seconds, 2 * seconds
         kind = AttentionKind(d, length, self.kernels.causal)
         seconds = _flash_s(flops, kind, self.machine, self.precision, self.kernels)
         return seconds, FLASH_BACKWARD * seconds
-
-    def _flops(self, width: float) -> float:
-        return self.kernels.product_flops(self.machine, self.precision, width)
 
     @property
     def moved(self) -> tuple[float, float]:

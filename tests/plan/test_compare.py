@@ -21,7 +21,6 @@ from offloadtrain.plan.baselines.peers import (
     TORCHAO,
     ZERO3,
     Work,
-    calibrated_gpus,
     checked,
 )
 from offloadtrain.plan.costs.device_time import Seconds
@@ -104,8 +103,8 @@ def test_the_predictors_hold_on_known_throughputs() -> None:
 
 @pytest.mark.slow
 def test_a_row_is_a_lower_bound_where_nothing_of_the_card_is_known() -> None:
-    assert calibrated_gpus(ZERO3) == {"NVIDIA GeForce RTX 4090"}
-    assert {"NVIDIA H200", find("h100")[1].gpu} < calibrated_gpus(DEEPSPEED)
+    assert {cell.gpu for cell in checked(ZERO3)} == {"NVIDIA GeForce RTX 4090"}
+    assert {"NVIDIA H200", find("h100")[1].gpu} < {cell.gpu for cell in checked(DEEPSPEED)}
     plan = make(shipped_job("llama_1b"), "rtx4090", find("rtx4090")[1])
     bounds = {row.system: row.lower_bound for row in compare.compare(plan)}
     assert bounds == {

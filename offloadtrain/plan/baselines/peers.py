@@ -232,9 +232,10 @@ PEER_CELLS = Path(__file__).with_name("peer_cells.json")
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A predicted value beside the published one, in one unit."""
+    """A predicted value beside the published one, in one unit; `gpu`: by torch's name."""
 
     cell: str
+    gpu: str
     planned: float
     published: float
 
@@ -243,19 +244,10 @@ class Checked:
         return self.planned / self.published - 1
 
 
-def checked(peer: str) -> list[Checked]:
-    """Return the throughputs known of a peer, and what its model gives."""
-    return [cell for cell, _ in _of_peer(peer)]
-
-
-def calibrated_gpus(peer: str) -> frozenset[str]:
-    """Return the GPUs, by torch's names, with a throughput of a peer."""
-    return frozenset(gpu for _, gpu in _of_peer(peer))
-
-
 @cache
-def _of_peer(peer: str) -> list[tuple[Checked, str]]:
-    """Steps per second of a peer's cells in `peer_cells.json`, each with the GPU."""
+def checked(peer: str) -> list[Checked]:
+    """Return the throughputs known of a peer (`peer_cells.json`), and what its model gives: steps
+    per second."""
     checked = []
     for series in json.loads(PEER_CELLS.read_text(encoding="utf-8"))["series"]:
         machine_or_name = series["machine"]
@@ -267,8 +259,9 @@ def _of_peer(peer: str) -> list[tuple[Checked, str]]:
         for cell in series["cells"]:
             if cell["peer"] == peer:
                 seconds = PEERS[peer].seconds(_work(series | cell, machine), machine)
-                entry = Checked(cell["cell"], 1 / seconds, 1 / cell["published_s"])
-                checked.append((entry, machine.gpu))
+                checked.append(
+                    Checked(cell["cell"], machine.gpu, 1 / seconds, 1 / cell["published_s"])
+                )
     return checked
 
 

@@ -11,7 +11,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.baselines.peers import PEERS, Peer, Work, calibrated_gpus, checked
+from offloadtrain.plan.baselines.peers import PEERS, Peer, Work, checked
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import Placement, place
 from offloadtrain.plan.plan import PROCESS, PROCESS_BYTES, Plan
@@ -195,7 +195,7 @@ def _of_work(name: str, peer: Peer, plan: Plan, placed: Placement) -> Row:
         problem=" ".join(_problems(peer, work, plan, device, host)),
         master=peer.master,
         clips=peer.clips,
-        lower_bound=plan.machine.gpu not in calibrated_gpus(name),
+        lower_bound=all(cell.gpu != plan.machine.gpu for cell in checked(name)),
     )
 
 

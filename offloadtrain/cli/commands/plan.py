@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT
 from offloadtrain.cli.options import Flag, Json, Overrides
 from offloadtrain.config import toml
-from offloadtrain.config.errors import ConfigError, OffloadTrainError, broken
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.units import format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -49,17 +49,20 @@ STAND_IN = "rtx4090"
 
 
 @contextmanager
-def _never_silent() -> Iterator[None]:
-    """Say on a terminal, within 2 s, that there is a plan in the making."""
+def _planning() -> Iterator[None]:
+    """Say on a terminal, within 2 s, that there is a plan in the making; collect less often."""
     from offloadtrain.boundary.sanitize import unfiltered
     from offloadtrain.train.log.console import Console
 
+    # A model has many small objects: a look at all of them after every 700 new ones, as Python
+    # does, takes a quarter of the plan of a deep model.
+    gc.set_threshold(20_000)
     console = Console(quiet=not unfiltered(sys.stderr).isatty())
     with console.never_silent("planning", first_after_s=FIRST_SAID_S):
         yield
 
 
-@_never_silent()
+@_planning()
 def plan(
     job: str = "",
     /,
@@ -150,61 +153,22 @@ def plan(
     as_json
         Print one JSON object.
     """
-    # A model has many small objects: a look at all of them after every 700 new ones, as Python
-    # does, takes a quarter of the plan of a deep model.
-    gc.set_threshold(20_000)
     from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan.run_cost import parse_price, run_cost
 
     models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
     one_answer = len(models) == len(machines) == 1
     parse_ranks("--gpus", str(gpus))
-    model = " ".join(models)
+    searches = {"--search": search, "--largest": largest, "--sweep": sweep, "--compare": compare}
+    _check_alone(searches | {"JOB": job, "--set": overrides, "--hf": hf, "--fine-tune": fine_tune})
     one_plan = (one_answer or not models) and not (largest or search or sweep)
-    others = "--sweep, --set"
-    unusable = broken(
-        (
-            compare and (sweep or largest),
-            "--compare compares one plan: leave out --sweep and --largest",
-        ),
-        (
-            search and (models or sweep),
-            f"--search tries the divisions of one job: leave out {model or others}",
-        ),
-        (
-            largest and (job or models or sweep or overrides),
-            f"--largest searches over models: leave out {job or model or others}",
-        ),
-        (
-            models and (job or sweep),
-            f"--hf and --fine-tune ask for a model: leave out {job or others}",
-        ),
-        (
-            save and not one_answer,
-            f"--save {save}: it is for one --hf or --fine-tune and one --machine",
-        ),
-        (
-            len(machine) > 1 and (job or not models),
-            f"--machine {' '.join(machine)}: several are for --hf. A JOB comes before --machine",
-        ),
-        (
-            (tokens or data or epochs or price) and not one_plan,
-            "--tokens, --data, --epochs and --price are for one plan",
-        ),
-        (
-            tokens and (data or epochs),
-            f"--tokens {tokens}: leave out --data and --epochs",
-        ),
-        (not 0 <= epochs < float("inf"), f"--epochs {epochs}: give more than 0"),
-    )
-    if unusable:
-        raise ConfigError(unusable[0])
+    of_one_plan = "" if one_plan else tokens or data or price or epochs
+    _check_several(() if models else machine, "" if one_answer else save, bool(of_one_plan))
     chosen = partial(chosen_machine, sizes=(gpu_memory, host_memory, host_reserve))
     if largest:
         return _largest(*chosen(machines[0]), gpus, as_json=as_json)
     if models and not one_answer:
-        targets = [chosen(title) for title in machines]
-        return _table(hf, fine_tune, overrides, targets, gpus, as_json=as_json)
+        return _table(hf, fine_tune, overrides, list(map(chosen, machines)), gpus, as_json=as_json)
     changed = (*overrides, *_with_data(data, hf[0] if hf else ""))
     question = _question(models[0], bool(hf), changed, gpus) if models else None
     config = question.job if question else _job(job, changed)
@@ -221,10 +185,44 @@ def plan(
         answer, trace = _answer(question, name, target, gpus, count)
         _save(answer, save)
         planned, alternatives = answer.shown(as_json=as_json)
-    hourly = parse_price(price) if price else None
-    run = run_cost(planned, tokens=count, price=hourly)
+    run = run_cost(planned, tokens=count, price=parse_price(price) if price else None)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
+
+
+_ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "--compare": ("compares one plan", ("--sweep", "--largest")),
+    "--search": ("tries the divisions of one job", ("--hf", "--fine-tune", "--sweep")),
+    "--largest": ("searches over models", ("JOB", "--hf", "--fine-tune", "--sweep", "--set")),
+    "--hf": ("asks for a model", ("JOB", "--sweep")),
+    "--fine-tune": ("asks for a model", ("JOB", "--sweep")),
+}
+"""Flag → what it does, and what it does not go with."""
+
+
+def _check_alone(given: Mapping[str, object]) -> None:
+    """Raises ConfigError for a flag with one that it does not go with."""
+    for flag, (does, others) in _ALONE.items():
+        for other in others:
+            if given[flag] and given[other]:
+                surplus = given[other] if other == "JOB" else other
+                raise ConfigError(f"{flag} {does}: leave out {surplus}")
+
+
+def _check_several(machines: Sequence[str], save: str, of_one_plan: bool) -> None:
+    """Raises ConfigError for what is for one plan, or one answer, and asked of several.
+
+    Args:
+        machines: of a job.
+    """
+    if save:
+        raise ConfigError(f"--save {save}: it is for one --hf or --fine-tune and one --machine")
+    if len(machines) > 1:
+        raise ConfigError(
+            f"--machine {' '.join(machines)}: several are for --hf. A JOB comes before --machine"
+        )
+    if of_one_plan:
+        raise ConfigError("--tokens, --data, --epochs and --price are for one plan")
 
 
 def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
@@ -233,6 +231,10 @@ def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
     Raises:
         ConfigError, DataError: no such number, or no such data.
     """
+    if tokens and (data or epochs):
+        raise ConfigError(f"--tokens {tokens}: leave out --data and --epochs")
+    if not 0 <= epochs < float("inf"):
+        raise ConfigError(f"--epochs {epochs}: give more than 0")
     if tokens:
         try:
             return max(round(parse_count(tokens)), 1)

@@ -357,6 +357,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from optim_contradictions(optim, offload)
     yield from problems_of_ranks(config)
     yield from train_contradictions(train, offload)
+    yield from _problems_of_kernels(config, divided=divided)
     yield from broken(
         (
             offload.activations.mode == "offload_saved" and divided,
@@ -369,27 +370,6 @@ def _problems(config: Config) -> Iterator[str]:
             f"offload.keep_fp32 = {shown([*offload.weights.keep_fp32])} without model.hf: the "
             "shipped transformer computes in one dtype. Leave it out, or set "
             "offload.precision = 'fp32'",
-        ),
-        (
-            train.chunked_loss and config.hf is not None and config.hf.use_liger_kernel,
-            "train.chunked_loss = true and model.use_liger_kernel = true both replace the model's "
-            "loss; leave one of them out",
-        ),
-        (
-            divided and config.hf is not None and config.hf.use_liger_kernel,
-            "model.use_liger_kernel = true with stages or parts (ranks.pipeline, ranks.tensor, "
-            "ranks.expert): Liger's loss needs the whole model on each rank; leave it out",
-        ),
-        (
-            data.varlen_attention and config.hf is None and model.dropout,
-            f"data.varlen_attention = true needs model.dropout = 0.0, not {model.dropout}: its "
-            "kernel drops nothing",
-        ),
-        (
-            data.varlen_attention and (divided or offload.activations.mode == "offload_saved"),
-            "data.varlen_attention = true does not go with ranks.pipeline, ranks.tensor or "
-            "ranks.expert above 1, or with offload.activation = 'offload_saved', whose plan would "
-            "need the lengths of documents",
         ),
         (
             optim.warmup_steps > train.steps,
@@ -410,6 +390,34 @@ def _problems(config: Config) -> Iterator[str]:
             data.seq_len > model.max_seq_len,
             f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = "
             f"{model.max_seq_len}",
+        ),
+    )
+
+
+def _problems_of_kernels(config: Config, *, divided: bool) -> list[str]:
+    """Return a sentence for each rule of Liger's kernels and of variable-length attention."""
+    data, train, offload, model = config.data, config.train, config.offload, config.model
+    return broken(
+        (
+            train.chunked_loss and config.hf is not None and config.hf.use_liger_kernel,
+            "train.chunked_loss = true and model.use_liger_kernel = true both replace the model's "
+            "loss; leave one of them out",
+        ),
+        (
+            divided and config.hf is not None and config.hf.use_liger_kernel,
+            "model.use_liger_kernel = true with stages or parts (ranks.pipeline, ranks.tensor, "
+            "ranks.expert): Liger's loss needs the whole model on each rank; leave it out",
+        ),
+        (
+            data.varlen_attention and config.hf is None and model.dropout,
+            f"data.varlen_attention = true needs model.dropout = 0.0, not {model.dropout}: its "
+            "kernel drops nothing",
+        ),
+        (
+            data.varlen_attention and (divided or offload.activations.mode == "offload_saved"),
+            "data.varlen_attention = true does not go with ranks.pipeline, ranks.tensor or "
+            "ranks.expert above 1, or with offload.activation = 'offload_saved', whose plan would "
+            "need the lengths of documents",
         ),
     )
 

@@ -196,13 +196,7 @@ def build(
     import transformers
 
     def groups_of_text(model: nn.Module) -> list[dict[str, Any]]:
-        if hf.use_liger_kernel:  # before the engine replaces forwards
-            from transformers.integrations.liger import apply_liger_kernel
-
-            apply_liger_kernel(model, None)
-        if varlen:
-            attend_within_documents(model)
-        return groups(freeze_other_modalities(model))
+        return groups(freeze_other_modalities(_with_kernels(model, hf, varlen=varlen)))
 
     if mesh is not None and mesh.tensor is not None:
         lm, weights = whole_model(hf, seed=seed, terms=terms)
@@ -246,6 +240,17 @@ def build(
         chunk_loss(model, **asdict(terms))
     model.train()
     return CausalLm.of(model, chunked=terms is not None or hf.use_liger_kernel), optimizer
+
+
+def _with_kernels(model: Any, hf: HfModel, *, varlen: bool) -> Any:
+    """Return the model with the kernels that a job names, before the engine replaces forwards."""
+    if hf.use_liger_kernel:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, None)
+    if varlen:
+        attend_within_documents(model)
+    return model
 
 
 def whole_model(

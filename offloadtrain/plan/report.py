@@ -45,6 +45,11 @@ _AS_BF16 = (
     "fp8_tflops, and for models of transformers neither experts nor adapters"
 )
 
+_OF_LIGER = (
+    "Liger: its loss is planned as train.chunked_loss, which makes no whole logits either; what "
+    "its other kernels save in memory and time is not known to the plan"
+)
+
 CAUTION = 0.95
 """Share of a host's memory above which a plan warns."""
 
@@ -158,12 +163,8 @@ def _head(plan: Plan) -> str:
         f"({train.micro_batch} sequences of {job.data.seq_len} x {train.grad_accum_steps})",
     ]
     if job.hf is not None:
-        lines += [*filter(None, [job.hf.unquantized]), _of_hf(plan)]
-        if job.hf.use_liger_kernel:
-            lines.append(
-                "Liger: its loss is planned as train.chunked_loss, which makes no whole logits "
-                "either; what its other kernels save in memory and time is not known to the plan"
-            )
+        of_liger = _OF_LIGER if job.hf.use_liger_kernel else ""
+        lines += [*filter(None, [job.hf.unquantized, _of_hf(plan), of_liger])]
     if plan.ranks > 1:
         lines.append(f"{explain(job, config, plan.ranks)}; ZeRO stage {spec.zero_stage}")
     if stages := plan.stage_names:

@@ -104,8 +104,6 @@ def assemble(
     """
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
-    if job.hf is not None:
-        hf_job.check_liger(job.hf, device)
     set_up_torch(job, device, rank_info, resumed)
     kernels.start_threads()
     for name in POOLS:
@@ -307,7 +305,10 @@ def _planned(
 
     Raises:
         PlanError: the engine's own memory does not fit.
+        ConfigError: Liger's kernels cannot run here.
     """
+    if config.hf is not None:
+        hf_job.check_liger(config.hf, device)
     name, machine = here(on_gpu=device.type == "cuda")
     if config.device.machine:
         # This machine's memory, with the rates of another one where those are set.

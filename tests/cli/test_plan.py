@@ -591,7 +591,7 @@ def test_a_plan_says_on_a_terminal_that_it_is_in_the_making(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offloadtrain.cli.commands.plan.FIRST_SAID_S", 0.0)
-    monkeypatch.setattr("offloadtrain.train.log.console._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("offloadtrain.train.log.console._LOOK_EVERY_S", 0.0005)
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         assert plan("demo", "--machine", "cpu2", *SMALL[:2]) == 0

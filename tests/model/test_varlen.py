@@ -16,8 +16,7 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model import documents
 from offloadtrain.model.documents import attend_documents, document_bias, document_bounds
 from offloadtrain.model.transformer import Transformer
-from tests.model.test_documents import LENGTHS, POSITIONS_T
-from tests.model.test_transformer import GPT2, LLAMA, tokens_of
+from tests.model.test_transformer import GPT2, LENGTHS, LLAMA, POSITIONS_T, tokens_of
 from tests.numerics.comparison import ADAMW, assert_same
 from tests.numerics.reference import SEED, ResidentRun
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from offloadtrain.engine.salvage import SalvageError
 
 import offloadtrain as ot
 from offloadtrain.config.errors import DeviceMemoryError
+from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.step.layout.tiers import Tier
 from tests.numerics.comparison import ADAMW, assert_same, follow, make, pair, train
 from tests.numerics.models import Chain, batches, loss_of

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offloadtrain.runtime.bandwidth import bandwidth
 
 from offloadtrain.hardware.machine import find
 from offloadtrain.hardware.telemetry import probe
@@ -18,6 +17,7 @@ from offloadtrain.runtime import detect_machine as module
 from offloadtrain.runtime import device
 from offloadtrain.runtime.detect_machine import here, nearest
 from offloadtrain.runtime.device import cpu_bf16_speedup, resolve_precision, speedup
+from offloadtrain.runtime.device_memory import bandwidth
 from offloadtrain.train import saved_state
 from tests.gpu.precision import DEVICE
 

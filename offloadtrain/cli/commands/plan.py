@@ -56,10 +56,14 @@ def _planning() -> Iterator[None]:
 
     # A model has many small objects: a look at all of them after every 700 new ones, as Python
     # does, takes a quarter of the plan of a deep model.
+    threshold = gc.get_threshold()
     gc.set_threshold(20_000)
     console = Console(quiet=not unfiltered(sys.stderr).isatty())
-    with console.never_silent("planning", first_after_s=FIRST_SAID_S):
-        yield
+    try:
+        with console.never_silent("planning", first_after_s=FIRST_SAID_S):
+            yield
+    finally:
+        gc.set_threshold(*threshold)
 
 
 @_planning()

@@ -70,7 +70,7 @@ class GeneratedRank:
 
     @cached_property
     def pinned_bytes(self) -> int:
-        return sum(self.plan.copied.host().values())
+        return sum(self.plan.with_copies.host().values())
 
     @cached_property
     def moving_bytes(self) -> int:
@@ -78,7 +78,7 @@ class GeneratedRank:
 
     def memory(self, step: int) -> schema.Memory:
         """The Ledger after a step, when activations are gone."""
-        held = [("device", self.plan.placed.device()), ("host", self.plan.copied.host())]
+        held = [("device", self.plan.placed.device()), ("host", self.plan.with_copies.host())]
         rows = [
             schema.MemoryRow(owner=owner, tier=tier, num_bytes=size, peak_bytes=size)
             for tier, owners in held

@@ -367,7 +367,7 @@ def _quantized(entry: object) -> str:
     return f"{method}, {bits} bits" if type(bits) is int else method
 
 
-def looked_at(
+def with_config_json(
     job: toml.Job, hf: HfModel, config: toml.Table | None
 ) -> tuple[HfModel, ModelShape | None]:
     """Return the model with its identity, and its shape, by its config.json."""

@@ -5,9 +5,9 @@ nothing downstream checks again. `dump` writes the resolved job, which loads bac
 
 [Note: Overrides]
 An override that shortens a job or changes its data states an intent. Keys of the file for the long
-run or the other data would only make it fail: `settle` replaces keys of the file that overrides
-contradict, and reports it. Overridden keys are never replaced, and contradictions within the file
-are refused as usual.
+run or the other data would only make it fail: `drop_overruled_keys` replaces keys of the file that
+overrides contradict, and reports it. Overridden keys are never replaced, and contradictions within
+the file are refused as usual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from offloadtrain.config import command_hooks, ranks_options, toml
 from offloadtrain.config.errors import ConfigError, broken
-from offloadtrain.config.hf_model import HF_KEYS, HfModel, looked_at, read_hf
+from offloadtrain.config.hf_model import HF_KEYS, HfModel, read_hf, with_config_json
 from offloadtrain.config.model_shape import (
     SIZES,
     ModelShape,
@@ -211,7 +211,7 @@ def loads(
     machine = _of_the_file(job, "device.machine")
     if folder is not None and isinstance(machine, str) and machine.endswith(".toml"):
         job.tables["device"]["machine"] = os.path.abspath(folder / machine)
-    gave_way = list(settle(job))
+    overruled = list(drop_overruled_keys(job))
     toml.report_unknown(job, job.tables, [*_PLAIN, *_SECTIONS])
     values = toml.read_fields(job, _PLAIN, job.tables)
     for key in toml.missing_fields(Config, {*job.tables, *_SECTIONS}):
@@ -219,14 +219,14 @@ def loads(
     sections = {name: _read_section(job, name) for name in _SECTIONS}
     job.raise_problems()
     if isinstance(sections["model"], HfModel):
-        values["hf"], sections["model"] = looked_at(job, sections["model"], hf_config)
+        values["hf"], sections["model"] = with_config_json(job, sections["model"], hf_config)
         job.raise_problems()
     config = Config(**values, **sections)
     job.problems += _problems(config)
     job.raise_problems()
     config = _with_accumulation(config, job)
     job.raise_problems()
-    for line in gave_way:
+    for line in overruled:
         say(line)
     return config
 
@@ -469,7 +469,7 @@ _GIVES_WAY += [
 ]
 
 
-def settle(job: Job) -> Iterator[str]:
+def drop_overruled_keys(job: Job) -> Iterator[str]:
     """Remove from the job's tables the keys that overrides make meaningless; yield a line for
     each."""
     for key, wins, other in _GIVES_WAY:

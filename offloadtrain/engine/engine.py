@@ -577,7 +577,7 @@ class Engine:
     def go_on_from(self, other: Engine) -> None:
         """Take over the count of steps and the reports of an engine of the same model, before the
         first step."""
-        self.reports = self.step_gradients.reports = other.reports.of_layout(self.program.spec)
+        self.reports = self.step_gradients.reports = other.reports.begin_layout(self.program.spec)
         self.functions.seed = other.functions.seed
 
     def leave(self) -> list[Removable]:

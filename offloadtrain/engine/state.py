@@ -560,8 +560,8 @@ class StateIO:
 
     @torch.no_grad()
     def _take_over_frozen(self) -> None:
-        """Make what was written into frozen parameters their saved state's, which a run that trains
-        them goes on from. Elements that were not written keep the precision of their master."""
+        """Copy values written into frozen parameters into their saved masters, from which later
+        training goes on. Elements that were not written keep the precision of their master."""
         for param in self._frozen_state:
             state, weights = self.state[param], param.detach().cpu()
             saved = state["master"] if "master" in state else state["weight"]

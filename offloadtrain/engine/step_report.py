@@ -11,8 +11,9 @@ from torch import Tensor
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.norm import Norm
+from offloadtrain.events.waits import exposed_by_lane
 from offloadtrain.optim import LossScaler
-from offloadtrain.runtime.lanes import Interval, Lanes, Timeline, exposed_by_lane
+from offloadtrain.runtime.lanes import Interval, Lanes, Timeline
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.layout.state_tiers import device_share
 from offloadtrain.step.layout.step_spec import StepSpec
@@ -240,9 +241,9 @@ class Reporter:
         self._lanes, self._ranks = lanes, ranks
         self._totals = lanes.read_totals()
         self._sampling = self._has_warned = False
-        self.of_layout(spec)
+        self.begin_layout(spec)
 
-    def of_layout(self, spec: StepSpec) -> Reporter:
+    def begin_layout(self, spec: StepSpec) -> Reporter:
         """The next steps are those of this layout."""
         self.state_on_device = device_share(spec)
         self.layouts += 1

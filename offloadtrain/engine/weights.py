@@ -491,8 +491,9 @@ class WeightsIO(StateIO):
     def adopt_written_weights(self) -> None:
         """Set the masters of the parameters that others wrote; moments stay.
 
-        After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
-        16-bit ones that the model had already change nothing. Otherwise they are the parameters'
+        After `model.load_state_dict` they are the values that it was given, fp32 ones in full.
+        If all of them are 16-bit values that the parameters had already, all masters stay;
+        otherwise each becomes its master. Without `load_state_dict` they are the parameters'
         values, where these differ from the rounded masters.
         Every rank must give the same ones, or the next step raises a RankError.
 

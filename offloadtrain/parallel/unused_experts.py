@@ -49,14 +49,14 @@ class Run:
 
     Attributes:
         lo, hi: elements of the shard.
-        after: the number of the expert after them.
+        next_expert: the number of the expert after them.
         rows: of their layout: offset, numel, id, first element in the parameter.
     """
 
     lo: int
     hi: int
     step: int
-    behind: int
+    next_expert: int
     rows: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     @property
@@ -137,10 +137,10 @@ class Experts:
         runs: list[Run] = []
         for number, slot, begin, end in self._pieces(lo, hi):
             step = int(self.steps[number])
-            if not runs or runs[-1].behind != number or runs[-1].step != step:
+            if not runs or runs[-1].next_expert != number or runs[-1].step != step:
                 runs.append(Run(begin - lo, begin - lo, step, number))
             runs[-1].add(slot, slot.offset - lo, begin - lo, end - lo)
-            runs[-1].behind = number + 1
+            runs[-1].next_expert = number + 1
         layouts = [run.layout for run in runs]
         self._layouts.append(layouts)
         return list(zip(runs, layouts, strict=True))
@@ -160,12 +160,12 @@ class Experts:
         first = op.first
         self._note(delivered, first=first)
 
-        def marked(used: Tensor) -> None:
+        def mark_stacked_experts(used: Tensor) -> None:
             if first:
                 used.zero_()
             self._mark_stacked(delivered, used)
 
-        return marked
+        return mark_stacked_experts
 
     def update(
         self, op: Launch, bucket: Bucket, rule: UpdateRule, group: Mapping[str, Any], seed: int

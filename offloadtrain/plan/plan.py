@@ -125,7 +125,7 @@ class Plan:
         return max(self.machine.host_memory_bytes // self.local_ranks - other_bytes, 0)
 
     @cached_property
-    def copied(self) -> Placement:
+    def with_copies(self) -> Placement:
         """The placement with as many second copies of the state as fit."""
         spec = with_second_copies(self.placed.spec, self.second_copy_budget)
         return replace(self.placed, spec=spec)
@@ -134,7 +134,7 @@ class Plan:
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
         further = (placed.host() for placed in self.placements[1:])
-        return added([self.copied.host(), *further]) | {PROCESS: self.process_bytes}
+        return added([self.with_copies.host(), *further]) | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:
@@ -144,7 +144,7 @@ class Plan:
     @cached_property
     def disk(self) -> dict[str, int]:
         """Owner → bytes of one rank on the disk."""
-        return disk_owners(self.copied.spec)
+        return disk_owners(self.with_copies.spec)
 
     @property
     def wear(self) -> Wear:
@@ -154,14 +154,14 @@ class Plan:
 
     @cached_property
     def prediction(self) -> Prediction:
-        return predict(self.copied, self.machine)
+        return predict(self.with_copies, self.machine)
 
     @property
     def most_tokens_per_s(self) -> float:
         """A rate that no schedule exceeds, without a simulation; infinite where none is known."""
         if self.job.ranks.pipeline > 1:
             return inf
-        placed = self.copied
+        placed = self.with_copies
         tokens = placed.config.batch_tokens * placed.spec.replicas
         return tokens / Costs(placed, self.machine).least_s
 

@@ -145,7 +145,7 @@ def laid_out(plan: Plan) -> Ledger:
 
 def _placements(plan: Plan) -> tuple[Placement, ...]:
     """Return those of the rank's stages, second copies of the state included."""
-    return plan.copied, *plan.placements[1:]
+    return plan.with_copies, *plan.placements[1:]
 
 
 def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:

@@ -382,7 +382,7 @@ class Saving:
             raise
         progress.seconds += time.perf_counter() - began_s
         self.saved_untrained = self._begun_untrained
-        self._log.saved(writing.step, saved)
+        self._log.checkpoint_saved(writing.step, saved)
         if self._context.ranks.rank == 0:
             train = self._config.train
             try:

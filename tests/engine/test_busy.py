@@ -12,11 +12,9 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import (
-    Interval,
     Lane,
     Lanes,
     SequentialLanes,
-    exposed_by_lane,
     on_lanes,
 )
 from offloadtrain.runtime.lanes.threads import ThreadLanes
@@ -47,27 +45,6 @@ def test_a_step_s_busy_times_are_the_sums_of_its_intervals(options: dict[str, An
             assert report.busy_ms[lane] == pytest.approx(in_timeline[lane], abs=1e-6)
         assert report.busy_ms["host"] > 0 and report.busy_ms["d2h"] > 0
         assert 0 < report.busy_ms["compute"] < wall_ms - report.exposed_ms
-
-
-def test_a_wait_is_blamed_on_what_worked_meanwhile() -> None:
-    """For an upload, that waits for Adam, that waits for gradients; the rest is the upload's."""
-
-    def interval(lane: str, name: str, start_ms: float, end_ms: float) -> Interval:
-        return Interval(lane, name, start_ms, end_ms - start_ms)
-
-    timeline = [
-        interval("compute", "forward", 0, 30),
-        interval("wait", "h2d", 10, 20),
-        interval("d2h", "grad 1", 5, 12),
-        interval("host", "adam 1", 11, 16),
-        interval("load", "beside", 10, 20),
-        interval("h2d", "h2d 1", 16.5, 19),
-        interval("wait", "host", 40, 41),
-    ]
-    assert exposed_by_lane(timeline) == pytest.approx(
-        {"h2d": 2.5 + 0.5 + 1.0, "host": 5.0 + 1.0, "d2h": 1.0}
-    )
-    assert exposed_by_lane([]) == {}
 
 
 @pytest.mark.parametrize("lanes", [SequentialLanes, ThreadLanes])

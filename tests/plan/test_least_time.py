@@ -39,7 +39,7 @@ def test_no_schedule_is_faster(machine: str, overrides: tuple[str, ...], tight: 
         ["train.global_batch_tokens=0", "train.grad_accum_steps=1", *overrides],
     )
     plan = make(job, "", find(machine)[1])
-    seconds, least = plan.prediction.seconds, Costs(plan.copied, plan.machine).least_s
+    seconds, least = plan.prediction.seconds, Costs(plan.with_copies, plan.machine).least_s
     assert least <= seconds * (1 + 1e-9)
     assert plan.prediction.tokens_per_s <= plan.most_tokens_per_s * (1 + 1e-9)
     assert not tight or least >= 0.75 * seconds

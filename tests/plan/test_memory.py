@@ -249,6 +249,6 @@ def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
     plan = make(config, "h100", find("h100")[1], ranks)
     ledger = laid_out(plan)
     booked = sum(row.bytes for row in ledger.rows())
-    planned = sum(plan.copied.host().values()) + sum(plan.placed.device().values())
+    planned = sum(plan.with_copies.host().values()) + sum(plan.placed.device().values())
     later = plan.placed.device()["gradients"] if plan.placed.spec.zero_stage == 1 else 0
     assert booked == planned - later

@@ -192,7 +192,7 @@ def test_many_microbatches_are_two_and_more_of_the_third() -> None:
         )
         config = replace(config, model=replace(config.model, num_layers=5))
         plan = planned(config)
-        costs = Costs(plan.copied, V100)
+        costs = Costs(plan.with_copies, V100)
         assert costs.spec.config.grad_accum_steps == 7
         full = steady(costs.spec, costs.seconds)
         assert plan.prediction.seconds == pytest.approx(full.seconds, rel=1e-3)
@@ -675,7 +675,7 @@ def test_a_ledger_that_is_not_the_specs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_program_of_a_job_is_proved() -> None:
-    spec = planned(small(offload__working="host", offload__resident_blocks=4)).copied.spec
+    spec = planned(small(offload__working="host", offload__resident_blocks=4)).with_copies.spec
     launches, faults = proved(spec)
     assert faults == [] and launches > 3 * len(spec.blocks)
 
@@ -706,7 +706,7 @@ def test_of_very_many_blocks_some_are_proved(
     monkeypatch.setattr(dry_run, "FEWEST_BLOCKS", 4)
     keys = {"offload__working": "host", "offload__resident_blocks": stay}
     plan = make(job({"num_layers": 10}, **keys), "cpu2", find("cpu2")[1])
-    some = dry_run.some_of(plan.copied.spec)
+    some = dry_run.some_of(plan.with_copies.spec)
     assert sum(block.repeated for block in some.blocks) == 4 and len(some.streamed) == 4 - resident
     message = check(plan)
     assert "laid out 10 blocks" in message and "of 4 of the blocks free of races" in message
@@ -722,7 +722,7 @@ def test_tables_in_shards_are_proved_with_the_layers(
     keys = {"offload__zero_stage": 3, "offload__working": working, "train__micro_batch": 4}
     shape = {"num_layers": 10, "tie_embeddings": False, "vocab_size": 4096}
     plan = make(job(shape, **keys), "cpu2", find("cpu2")[1], 4)
-    some = dry_run.some_of(plan.copied.spec)
+    some = dry_run.some_of(plan.with_copies.spec)
     assert {"embedding", "head"} <= some.streamed and len(some.streamed) == 6
     assert "of 4 of the blocks" in check(plan)
 

@@ -26,7 +26,7 @@ def test_a_step_that_waits_for_adam_is_bound_by_the_hosts_memory() -> None:
     answer = why(plan)
     assert next(iter(answer.gains)) == "the host's memory"
     wider = replace(plan.machine, dram_gbps=2 * plan.machine.dram_gbps)
-    faster = plan.prediction.seconds / predict(plan.copied, wider).seconds - 1
+    faster = plan.prediction.seconds / predict(plan.with_copies, wider).seconds - 1
     assert answer.gains["the host's memory"] == pytest.approx(faster)
     lines = text(answer)
     assert lines.startswith("what bounds the step: the host's memory; twice as fast saves ")

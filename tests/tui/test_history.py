@@ -13,7 +13,7 @@ from offloadtrain_tui.reading.history import LANES, STEP_FIELDS, History, fold
 from offloadtrain_tui.reading.timed import SAMPLED_STEPS
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
-from offloadtrain_tui.widgets.lanes import union_ms, waits_of
+from offloadtrain_tui.widgets.lanes import union_ms
 
 from offloadtrain.events import log_lines, schema
 from tests.tui import recordings
@@ -208,27 +208,9 @@ def span(lane: str, name: str, start_ms: float, spent_ms: float) -> schema.LaneS
     return schema.LaneSpan(step=1, lane=lane, name=name, start_ms=start_ms, duration_ms=spent_ms)
 
 
-def test_waits_of_compute_name_the_operation_that_ended_them() -> None:
-    spans = [
-        span("compute", "root", 0, 10),
-        span("compute", "inside", 2, 5),
-        span("h2d", "h2d 0", 3, 11.9),
-        span("host", "adam 0", 0, 9),
-        span("compute", "next", 15, 5),
-        span("compute", "last", 30, 1),
-    ]
-    assert [(w.start_ms, w.duration_ms, w.lane, w.name) for w in waits_of(spans)] == [
-        (10, 5, "h2d", "h2d 0"),
-        (20, 10, "", ""),
-    ]
-    assert union_ms(spans[:2]) == 10
-    logged = [
-        span("compute", "root", 0, 20),
-        span("wait", "h2d", 4, 3),
-        span("h2d", "h2d 1", 2, 4.9),
-        span("compute", "next", 30, 5),
-    ]
-    assert [(w.start_ms, w.duration_ms, w.name) for w in waits_of(logged)] == [(4, 3, "h2d 1")]
+def test_nested_work_counts_once() -> None:
+    spans = [span("compute", "outer", 0, 10), span("compute", "inner", 2, 5)]
+    assert union_ms([*spans, span("compute", "next", 15, 5)]) == 15
 
 
 def test_a_path_that_is_not_utf8_is_read() -> None:

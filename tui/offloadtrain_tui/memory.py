@@ -100,7 +100,7 @@ def _owners(view: View) -> list[schema.MemoryRow]:
 # ---- bars
 
 
-def local(shown: ViewState) -> schema.System | None:
+def sample_if_run_is_here(shown: ViewState) -> schema.System | None:
     """Return the monitor's own sample of this machine, if the run lives on this machine and uses
     its GPUs, or if no run is shown; else None."""
     machine = shown.machine if shown.is_live else None
@@ -115,14 +115,14 @@ def local(shown: ViewState) -> schema.System | None:
 def shown_gpus(shown: ViewState) -> tuple[schema.GpuSample, ...]:
     """Return the GPUs of a screen: this machine's while the run lives here, otherwise the logged
     ones; none of a run on CPUs."""
-    system = local(shown) or shown.view.system
+    system = sample_if_run_is_here(shown) or shown.view.system
     return system.gpus if system and not shown.view.on_cpu else ()
 
 
 def devices(shown: ViewState) -> list[Tier]:
     """Return a bar for the GPU of each rank; without a run, for each GPU of this machine. A run on
     CPUs has none: its tensors are in the bar of the host."""
-    start, local_system = shown.view.start, local(shown)
+    start, local_system = shown.view.start, sample_if_run_is_here(shown)
     if start is None:
         return [
             Tier(
@@ -194,7 +194,7 @@ def _cache_and_other_bytes(
 
 def host(shown: ViewState) -> Tier:
     """Return the bar of the host: all ranks there by owner, others, free."""
-    views, local_system = _neighbours(shown.views), local(shown)
+    views, local_system = _neighbours(shown.views), sample_if_run_is_here(shown)
     system = shown.view.system or local_system
     lives = [view.live for view in views]
     rss = sum(_resident(view, live) for view, live in zip(views, lives, strict=True))

@@ -58,7 +58,7 @@ def shares(view: View) -> dict[str, float]:
 def waited_for(view: View) -> dict[str, float]:
     """Return lane → its part of compute's waits, in the newest sampled step; without one, all of it
     is the busiest lane's."""
-    waits = view.spans.waits_ms
+    waits = view.spans.exposed_by_lane
     if total := sum(waits.values()):
         return {lane: spent / total for lane, spent in waits.items()}
     busy = {lane: view.busy_ms(lane) for lane in ("host", "d2h", "h2d", "load", "comm")}
@@ -139,7 +139,8 @@ def _pauses(view: View) -> tuple[Pause, Pause]:
 
 
 def _checkpoint_stall_s(view: View, every: int) -> float:
-    """Return the time between the newest checkpoint's step and the next, beyond its own time."""
+    """Return the time between the newest checkpoint's step and the next, less
+    the duration of the next step itself."""
     steps, series = view.history.steps, view.history.series["step_ms"]
     if not every:
         return 0.0

@@ -239,7 +239,7 @@ class _FullLosses(TorchFunctionMode):
         self._frame: FrameType | None = None
         """That of the model's forward; see [Note: Interrupted forwards] in `hooks.py`."""
         self._is_off = False
-        self._left: list[bool] = []
+        self._was_on: list[bool] = []
         """For each running layer: whether the mode was on before it."""
 
     def __torch_function__(
@@ -253,7 +253,7 @@ class _FullLosses(TorchFunctionMode):
 
     def remove(self) -> None:
         """Take it off, where an interrupt has left it on; it does nothing under other modes."""
-        self._left.clear()
+        self._was_on.clear()
         self._is_off = True
         self.leave_model(None)
 
@@ -262,7 +262,7 @@ class _FullLosses(TorchFunctionMode):
             if not has_ended(top._frame):
                 break
             top.remove()
-        self._left.clear()
+        self._was_on.clear()
         self._frame, self._is_off = frame, False
         # An interrupt can leave it on.
         if self not in _get_current_function_mode_stack():
@@ -274,12 +274,12 @@ class _FullLosses(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def enter_layer(self, _: FrameType | None) -> None:
-        self._left.append(_get_current_function_mode() is self)
-        if self._left[-1]:
+        self._was_on.append(_get_current_function_mode() is self)
+        if self._was_on[-1]:
             self.__exit__(None, None, None)
 
     def leave_layer(self, _: FrameType | None) -> None:
-        if self._left and self._left.pop():
+        if self._was_on and self._was_on.pop():
             self.__enter__()
 
 

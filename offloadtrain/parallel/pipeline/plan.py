@@ -63,7 +63,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def prediction(self) -> Prediction:
-        alone = predict(self.copied, self.machine)
+        alone = predict(self.with_copies, self.machine)
         for placed in self.others:
             alone = added_to(alone, predict(placed, self.machine))
         peak = 1e12 * self.machine.peak_tflops
@@ -132,7 +132,7 @@ def plan_stages(
     ]
     most = max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
     chosen = most if rank is None else plans[rank]
-    copied = [plan.copied for plan in plans] + placed[ranks:]
+    copied = [plan.with_copies for plan in plans] + placed[ranks:]
     return replace(chosen, stages=tuple(copied))
 
 

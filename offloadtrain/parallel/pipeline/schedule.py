@@ -351,7 +351,7 @@ class Unflushed:
         _post([*sends, *stage.get_bwd_recv_ops(slot)])
         stage.backward_one_chunk(slot, loss=self._losses.pop(slot, None))
         self._grads = stage.get_bwd_send_ops(slot)
-        # The slot's next input would add its gradient to this one, which the send above holds.
+        # Detach it: the pending send reads it, and the slot's next input would add to it.
         for received in stage.args_recv_info[slot]:
             if received.buffer is not None:
                 received.buffer.grad = None

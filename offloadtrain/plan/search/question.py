@@ -198,7 +198,7 @@ def answer(
 def _job_text(question: Question, keys: Mapping[str, Any]) -> str:
     """Return the job with other values of keys, as TOML."""
     job = toml.parse(question.text, question.label, (), question.overrides)
-    list(jobs.settle(job))
+    list(jobs.drop_overruled_keys(job))
     for dotted, value in keys.items():
         section, key = dotted.split(".")
         job.tables[section][key] = value

@@ -275,7 +275,7 @@ def _peak_bytes(segment: Segment, repeated: set[str]) -> PeakBytes | None:
     return saved, working, segment.peak - saved - working - gradients, gradients
 
 
-def extended(moments: Sequence[Moment], run: Run) -> list[Moment] | None:
+def with_skipped_layers(moments: Sequence[Moment], run: Run) -> list[Moment] | None:
     """Return the moments with the skipped layers of a run; None if the traced ones differ."""
     cuts = _cuts(moments, run)
     if cuts is None:

@@ -52,11 +52,11 @@ from offloadtrain.plan.tracing.alike import (
     AlikePieces,
     Moment,
     Run,
-    extended,
     fake_model,
     moment_of,
     runs_of,
     uniform_runs,
+    with_skipped_layers,
 )
 from offloadtrain.plan.tracing.meter import (
     GRADIENTS,
@@ -183,7 +183,7 @@ def trace_on_meta(
     with operations_of_device(on_cpu=False), _signals_handled_afterwards():
         moments = _metered(model, loss_of, _of_some_layers(config, names, runs), meter)
     for run in runs:
-        if (more := extended(moments, run)) is None:
+        if (more := with_skipped_layers(moments, run)) is None:
             return None
         moments = more
     parts = [part.name or "root" for part in partition(model)]
@@ -203,7 +203,7 @@ def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Ru
     except (IndexError, ValueError, RuntimeError):  # it counts its layers: the whole model can run
         return []
     for run in runs:
-        moments = extended(moments, run) if moments else None
+        moments = with_skipped_layers(moments, run) if moments else None
     return moments or []
 
 

@@ -125,8 +125,10 @@ def _slab(rule: int, master: Any, first: Any, second: Any, grad: Any, c: Any) ->
         _sgd(master, grad, c)
     elif rule == 3:
         _momentum(master, first, grad, c)
-    else:
+    elif rule == 4:
         _adagrad(master, first, grad, c)
+    else:
+        raise ValueError("no kernel for the rule of this number")
 
 
 @compiled

@@ -25,7 +25,7 @@ from offloadtrain.runtime.lanes.base import (
     views,
 )
 from offloadtrain.runtime.lanes.cuda import CudaLanes
-from offloadtrain.runtime.lanes.timeline import Interval, Timeline, exposed_by_lane
+from offloadtrain.runtime.lanes.timeline import Interval, Timeline
 from offloadtrain.step.program.operations import Lane
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "Span",
     "Timeline",
     "copy",
-    "exposed_by_lane",
     "lanes_for",
     "on_lanes",
     "views",

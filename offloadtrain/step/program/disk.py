@@ -109,7 +109,7 @@ class SavePath:
             # In mode "delayed" the weights in use, too.
             in_use = [_all_of(len(fields), bucket.in_use)] if self._has_in_use else []
             unspilled = [(part, ref) for part, ref in fields if part.hi]
-            self._write(bucket.name, [*unspilled, *in_use])
+            self._write_checkpoint(bucket.name, [*unspilled, *in_use])
         spilled = [bucket for bucket in self._trained if bucket.has(Memory.SPILL)]
         for bucket in spilled:
             # On the lane of the next update of this memory, which so follows without a wait.
@@ -118,9 +118,9 @@ class SavePath:
             )
         for bucket in spilled:
             parts = [Written(part.field, part.lo, part.hi) for part in bucket.spilled]
-            self._write(bucket.name, list(zip(parts, bucket.spill, strict=True)))
+            self._write_checkpoint(bucket.name, list(zip(parts, bucket.spill, strict=True)))
         for bucket in self._frozen:
-            self._write(bucket.name, [_all_of(0, bucket.load_source)])
+            self._write_checkpoint(bucket.name, [_all_of(0, bucket.load_source)])
         # After all others on their lane: it ends the file.
         self._order.launch(Launch(Kind.WRITE, Lane.WRITE, ""))
 
@@ -134,7 +134,7 @@ class SavePath:
             lane = Lane.HOST if bucket.lane is Lane.HOST else Lane.WRITE
             self._order.launch(Launch(Kind.AVERAGE, lane, bucket.name, bucket.state()))
 
-    def _write(self, owner: str, parts: _Parts) -> None:
+    def _write_checkpoint(self, owner: str, parts: _Parts) -> None:
         # Beside forward and backward of the next steps: it waits for the last update of what it
         # reads, or for its copy; the next update waits for it.
         written, reads = tuple(part for part, _ in parts), tuple(ref for _, ref in parts)

@@ -665,7 +665,7 @@ class RunLog:
             message = f"the validation loss of step {progress.step} is {progress.val_loss}"
             self.warn("loss-not-finite", message, progress.step)
 
-    def saved(self, step: int, saved: Saved) -> None:
+    def checkpoint_saved(self, step: int, saved: Saved) -> None:
         self._keep_run()
         self._alerts.checkpoint(saved.num_bytes)
         self._writer.emit(

@@ -14,7 +14,7 @@ from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.plan.tracing import step as tracing
 from offloadtrain.plan.tracing.alike import TRACED, Moment, Run, runs_of
-from offloadtrain.plan.tracing.alike import extended as extend
+from offloadtrain.plan.tracing.alike import with_skipped_layers as extend
 from tests.plan.tracing.models import CONFIGS, LENGTH
 
 Activation = Literal["keep", "recompute", "selective", "offload"]

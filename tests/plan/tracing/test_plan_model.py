@@ -43,7 +43,7 @@ def booked(optimizer: ot.OffloadOptimizer) -> dict[str, dict[str, int]]:
 
 
 def planned(plan: ModelPlan) -> dict[str, dict[str, int]]:
-    return {"host": plan.plan.copied.host(), "device": plan.plan.placed.device()}
+    return {"host": plan.plan.with_copies.host(), "device": plan.plan.placed.device()}
 
 
 def compare(name: str, **options: Any) -> float:
@@ -130,7 +130,7 @@ def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
         machine="cpu2",
         config=config.offload,
     )
-    assert planned(traced) == {"host": shaped.copied.host(), "device": shaped.placed.device()}
+    assert planned(traced) == {"host": shaped.with_copies.host(), "device": shaped.placed.device()}
     assert traced.plan.activations.total == pytest.approx(shaped.activations.total, rel=0.05)
     step = traced.plan.placed.traced
     assert step is not None

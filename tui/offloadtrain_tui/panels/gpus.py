@@ -110,7 +110,7 @@ def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
 
 
 def _about(shown: ViewState, has_gpus: bool, view: View) -> str:
-    machine = memory.local(shown)
+    machine = memory.sample_if_run_is_here(shown)
     if shown.view.on_cpu:
         return " this run uses no GPU"
     if not has_gpus:

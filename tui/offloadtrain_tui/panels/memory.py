@@ -48,7 +48,7 @@ class MemoryPanel(RankPanel):
             on_gpu.show(memory.device_history(shown.view, tiers[0]))
         host = memory.host_history(shown.views, tiers[-1])
         self.query_one("#memory-host", AreaChart).show(host)
-        local_system = memory.local(shown)
+        local_system = memory.sample_if_run_is_here(shown)
         gpus = local_system.gpus if local_system else ()
         processes = [_process(gpu, process) for gpu in gpus for process in gpu.processes]
         table = self.query_one("#memory-processes", DataTable)

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from offloadtrain.events import log_lines, schema
 from offloadtrain.events.schema import MEMORY_QUANTITIES
+from offloadtrain.events.waits import Wait, exposed_by_lane, waits_of
 
 T = TypeVar("T")
 BLOCK = 256
@@ -117,13 +118,14 @@ class Spans(tuple[schema.LaneSpan, ...]):
         return max((span.start_ms + span.duration_ms for span in self), default=0.0)
 
     @cached_property
-    def waits_ms(self) -> dict[str, float]:
-        """Lane → how long compute waited for it."""
-        waits: dict[str, float] = {}
-        for span in self:
-            if span.lane == schema.WAIT:
-                waits[span.name] = waits.get(span.name, 0.0) + span.duration_ms
-        return waits
+    def waits(self) -> list[Wait]:
+        """The waits of compute; without logged ones, the gaps between its spans."""
+        return waits_of(self)
+
+    @cached_property
+    def exposed_by_lane(self) -> dict[str, float]:
+        """Lane → milliseconds that compute waited for work of this lane."""
+        return exposed_by_lane(self)
 
 
 class Timelines:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.segment import Segment
 from textual.strip import Strip
 
 from offloadtrain.events import schema
+from offloadtrain.events.waits import Wait
 from offloadtrain_tui.reading.history import LANES, MAIN_LANES
 from offloadtrain_tui.reading.timed import Spans
 from offloadtrain_tui.text import clean, lane_word, milliseconds, percent
@@ -21,16 +22,6 @@ NO_SPANS = Spans()
 _BUSY_WIDTH = 16
 LEAST_MS = 0.05
 """Shorter waits of compute are not listed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A wait of compute, and the operation that ended it."""
-
-    start_ms: float
-    duration_ms: float
-    lane: str
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +113,7 @@ class Timeline(Drawn[Lanes]):
     def _waits(self) -> list[list[Segment]]:
         if not self._most_waits:
             return []
-        waits = sorted(waits_of(self.lanes.spans, 0.0), key=lambda wait: -wait.duration_ms)
+        waits = sorted(self.lanes.spans.waits, key=lambda wait: -wait.duration_ms)
         total = sum(wait.duration_ms for wait in waits)
         title = [Segment(f" compute waited {milliseconds(total)}", self.style("foreground"))]
         longest = [wait for wait in waits[: self._most_waits] if wait.duration_ms >= LEAST_MS]
@@ -131,7 +122,8 @@ class Timeline(Drawn[Lanes]):
     def _wait(self, wait: Wait) -> list[Segment]:
         text = f"   {milliseconds(wait.duration_ms):>8} at {milliseconds(wait.start_ms):>8}"
         lane = lane_word(wait.lane, self.lanes.start)
-        why = f"  for {lane}: {clean(wait.name)}" if wait.lane else "  nothing ran"
+        operation = f": {clean(wait.name)}" if wait.name else ""
+        why = f"  for {lane}{operation}" if wait.lane else "  nothing ran"
         color = LANE_COLORS.get(wait.lane, "foreground")
         return [Segment(text), Segment(why, self.style(color))]
 
@@ -169,39 +161,3 @@ def _fill(cells: list[float], start: float, length: float) -> None:
     for cell in range(int(start), min(int(stop) + 1, len(cells))):
         covered = min(stop, cell + 1.0) - max(start, float(cell))
         cells[cell] = min(cells[cell] + max(covered, 0.0), 1.0)
-
-
-def waits_of(spans: Iterable[schema.LaneSpan], least_ms: float = LEAST_MS) -> list[Wait]:
-    """Return each wait of compute with the last operation of another lane that ended in it; without
-    logged waits, the gaps of the compute lane."""
-    ordered = sorted(spans, key=lambda span: span.start_ms)
-    operations = [span for span in ordered if span.lane not in ("compute", schema.WAIT)]
-    waits = [(s.start_ms, s.start_ms + s.duration_ms) for s in ordered if s.lane == schema.WAIT]
-    stretches = waits or _gaps(span for span in ordered if span.lane == "compute")
-    return [
-        _wait_between(*stretch, operations)
-        for stretch in stretches
-        if stretch[1] - stretch[0] >= least_ms
-    ]
-
-
-def _gaps(ordered: Iterable[schema.LaneSpan]) -> list[tuple[float, float]]:
-    gaps: list[tuple[float, float]] = []
-    done_ms: float | None = None
-    for span in ordered:
-        if done_ms is not None:
-            gaps.append((done_ms, span.start_ms))
-        done_ms = max(done_ms or 0.0, span.start_ms + span.duration_ms)
-    return gaps
-
-
-def _wait_between(start_ms: float, end_ms: float, operations: Sequence[schema.LaneSpan]) -> Wait:
-    slack_ms = 0.1 + 0.05 * (end_ms - start_ms)
-    ended = [
-        span
-        for span in operations
-        if start_ms < span.start_ms + span.duration_ms <= end_ms + slack_ms
-    ]
-    last = max(ended, key=lambda span: span.start_ms + span.duration_ms, default=None)
-    lane, name = (last.lane, last.name) if last else ("", "")
-    return Wait(start_ms, end_ms - start_ms, lane, name)

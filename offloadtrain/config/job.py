@@ -16,7 +16,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -261,6 +261,22 @@ def as_tables(config: Config) -> toml.Table:
         tables["model"] = hf_table
     tables["offload"] = {key: option.of(config.offload) for key, option in OFFLOAD_KEYS.items()}
     return tables
+
+
+def with_defaults(tables: toml.Table) -> toml.Table:
+    """Return the tables of `as_tables`, as an earlier version wrote them, with the defaults of the
+    keys that this version has added."""
+    filled = dict(tables)
+    for name, kind in _SECTIONS.items():
+        table = tables.get(name, {})
+        kind = HfModel if "hf" in table else kind
+        defaults = {
+            item.name: item.default for item in fields(kind) if item.default not in (MISSING, None)
+        }
+        if name == "offload":
+            defaults = {key: option.of(OFFLOAD) for key, option in OFFLOAD_KEYS.items()}
+        filled[name] = defaults | table
+    return filled
 
 
 def _all_keys() -> list[str]:

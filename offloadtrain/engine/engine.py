@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -254,17 +254,21 @@ class Engine:
         self.casts: list[Removable] = []  # hooks, too, which another engine takes over
 
     def _forward_order(self) -> list[Block]:
-        """Return the order in which weights go up; several ranks agree on rank 0's in their first
-        step."""
-        blocks = [*self.residency.blocks.values()]
+        """Return the order in which weights go up: rank 0's, among ranks."""
+        if not self._ranks.is_single:
+            return self._agreed_order
         # Blocks that forward has never entered come last.
-        order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
-        if not (self._ranks.is_single or self._has_stepped):
-            numbers = [blocks.index(block) for block in order]
-            agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-            order = [blocks[int(number)] for number in agreed]
-            self.residency.forward_order = dict.fromkeys(order)
-        return order
+        blocks = self.residency.blocks.values()
+        return list(dict.fromkeys((*self.residency.forward_order, *blocks)))
+
+    @cached_property
+    def _agreed_order(self) -> list[Block]:
+        """A collective: the first step of several ranks agrees on it."""
+        blocks = [*self.residency.blocks.values()]
+        order = dict.fromkeys((*self.residency.forward_order, *blocks))
+        numbers = [blocks.index(block) for block in order]
+        agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
+        return [blocks[int(number)] for number in agreed]
 
     @property
     def counter(self) -> StepCounter:
@@ -579,6 +583,7 @@ class Engine:
         first step."""
         self.reports = self.step_gradients.reports = other.reports.begin_layout(self.program.spec)
         self.functions.seed = other.functions.seed
+        self.program.mode.take_over(other.program.mode)
 
     def leave(self) -> list[Removable]:
         """Take the hooks off the model and give it its weights; the lanes serve another engine.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from dataclasses import dataclass
@@ -81,12 +82,13 @@ class CausalLm:
 
     def check_isolates(self) -> None:
         """Raises CausalLmError for a model that does not keep the documents of a sequence apart
-        where their positions begin anew: those do whose masks are made by transformers' own
-        functions, and that have no layers with a state (recurrent or convolutional)."""
+        where their positions begin anew: those do whose masks are made of positions by
+        transformers' own function, and that have no layers with a state (recurrent or
+        convolutional)."""
         base = base_model(self.module)
         source = inspect.getsource(inspect.getmodule(type(base)))  # type: ignore[arg-type]
-        has_masks = re.search(r"create_causal_mask\(|= create_causal_mask if", source)
-        if not has_masks or re.search("recurrent_state|ssm_state|conv_state|slope_rate", source):
+        has_state = re.search("recurrent_state|ssm_state|conv_state|slope_rate", source)
+        if has_state or not _masks_by_position(source):
             raise CausalLmError(
                 f"{type(base).__name__} lets attention, or its recurrence, cross the "
                 'ends of documents: data.packing must be "stream" or "padded"'
@@ -142,6 +144,10 @@ class CausalLm:
             chosen |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
         was_training = self.module.training
         self.module.eval()
+        base = base_model(self.module)
+        implementation = base.config.get_text_config()._attn_implementation
+        if implementation == VARLEN_ATTENTION:  # of packed rows, which a text is not
+            base.set_attn_implementation("sdpa")
         try:
             # `generate` of transformers draws from torch's global generators.
             is_cuda = tokens_BT.device.type == "cuda"
@@ -160,7 +166,49 @@ class CausalLm:
             raise CausalLmError("the model's probabilities are not finite") from error
         finally:
             self.module.train(was_training)
+            if implementation == VARLEN_ATTENTION:
+                base.set_attn_implementation(implementation)
         return cast(Tensor, generated)
+
+
+def _masks_by_position(source: str) -> bool:
+    """Tell whether a module of transformers passes `position_ids` to `create_causal_mask` wherever
+    it calls it: by name, in a dictionary, or under another name for the function."""
+    nodes = [*ast.walk(ast.parse(source))]
+    values = [
+        (target.id, node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    functions = {"create_causal_mask"}
+    # mask_function = create_causal_mask if ... else ...
+    functions |= {
+        name
+        for name, value in values
+        if isinstance(value, ast.IfExp) and "create_causal_mask" in ast.unparse(value)
+    }
+    tables = {
+        name
+        for name, value in values
+        if isinstance(value, ast.Dict) and "'position_ids'" in ast.unparse(value)
+    }
+    calls = [
+        node.keywords
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in functions
+    ]
+    return bool(calls) and all(
+        any(
+            keyword.arg == "position_ids"
+            or (keyword.arg is None and ast.unparse(keyword.value) in tables)
+            for keyword in keywords
+        )
+        for keywords in calls
+    )
 
 
 VARLEN_ATTENTION = "offloadtrain_varlen"
@@ -168,12 +216,23 @@ VARLEN_ATTENTION = "offloadtrain_varlen"
 
 
 def attend_within_documents(model: Any) -> None:
-    """Make a model of transformers compute attention within documents by `attend_documents`."""
+    """Make a model of transformers compute attention within documents by `attend_documents`.
+
+    Raises:
+        CausalLmError: its attention is its own, which no function of transformers replaces.
+    """
     from transformers import AttentionInterface
 
     # No mask function of this name: transformers makes no mask then.
     AttentionInterface.register(VARLEN_ATTENTION, _attended)
-    base_model(model).set_attn_implementation(VARLEN_ATTENTION)
+    base = base_model(model)
+    base.set_attn_implementation(VARLEN_ATTENTION)
+    # Of a model without the interface, transformers only warns.
+    if base.config.get_text_config()._attn_implementation != VARLEN_ATTENTION:
+        raise CausalLmError(
+            f"{type(base).__name__} computes attention by code of its own: leave "
+            "data.varlen_attention out"
+        )
 
 
 def _attended(
@@ -203,13 +262,15 @@ def _attended(
         "capped scores": more.get("softcap") is not None,
         "attention sinks": more.get("s_aux") is not None,
         "layers that do not get the bounds of documents": module.training and cu_seq_lens_q is None,
+        # transformers makes no mask here: this is the model's.
+        "a mask or a bias of its own": cu_seq_lens_q is not None and attention_mask is not None,
     }
     if wrong := [what for what, present in refused.items() if present]:
         raise CausalLmError(
             f"its attention has {wrong[0]}, which variable-length attention does not compute: "
             "leave data.varlen_attention out"
         )
-    if cu_seq_lens_q is None:  # a text that is generated is one document
+    if cu_seq_lens_q is None:  # an evaluation of rows that are not packed
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )[0]

@@ -76,7 +76,7 @@ def attend_documents(
         )
     # S = B * T: the rows end to end.
     q_SNH, k_SKH, v_SKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
-    if (varlen_attn := _flash_kernel(q_BNTH)) is not None:
+    if (varlen_attn := _flash_kernel(q_BNTH, v_BKTH)) is not None:
         mixed_SNH = varlen_attn(
             *(q_SNH, k_SKH, v_SKH, bounds, bounds, seq_len, seq_len),
             window_size=(-1, 0 if causal else -1),
@@ -113,10 +113,12 @@ def _has_no_values(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _flash_kernel(q_BNTH: Tensor) -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`, if it computes these queries."""
+def _flash_kernel(q_BNTH: Tensor, v_BKTH: Tensor) -> Callable[..., Any] | None:
+    """Return torch's `varlen_attn`, if it computes these queries with these values."""
     width, in_16_bits = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
     if not q_BNTH.is_cuda or not in_16_bits or width % 8 or width > 256:
+        return None
+    if v_BKTH.shape[-1] != width:  # narrower ones, as of DeepSeek-V3
         return None
     # With shared key/value heads and windows from torch 2.12 on.
     if torch.__version__ < "2.12" or torch.cuda.get_device_capability(q_BNTH.device) < (8, 0):

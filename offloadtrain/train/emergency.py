@@ -197,6 +197,8 @@ def _smaller(config: Config) -> Iterator[str]:
         yield "train.chunked_loss = true"
     if offload.gradients.sums_tier != "host":
         yield 'offload.sums_on = "host"'
-    if offload.state.tier == "host" and offload.weights.tier == "device":
+    if not (offload.state.device_share or offload.state.tier == "auto") and (
+        offload.weights.tier == "device"
+    ):
         yield 'offload.working = "host"'
     yield "data.seq_len to less"

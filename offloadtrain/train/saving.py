@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.hf_model import identity_of, read_config
-from offloadtrain.config.job import Config, as_tables
+from offloadtrain.config.job import Config, as_tables, with_defaults
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.toml import field_kinds
 from offloadtrain.config.units import format_bytes
@@ -432,7 +432,7 @@ def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:
             f"{checkpoint.path} is of another model: its config.json is not that of model.hf = "
             f"{hf.hf!r}"
         )
-    changed = _differences(checkpoint.state["config"], as_tables(job))
+    changed = _differences(with_defaults(checkpoint.state["config"]), as_tables(job))
     if structural := [line for line in changed if line.startswith(_STRUCTURAL)]:
         raise ConfigError(f"{checkpoint.path} is of another model: {'; '.join(structural)}")
     return changed

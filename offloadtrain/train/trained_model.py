@@ -28,11 +28,7 @@ from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
 from offloadtrain.integrations import causal_lm, hf_job
 from offloadtrain.integrations.adapters import bare, merged_weights, write_adapters
-from offloadtrain.integrations.causal_lm import (
-    CausalLm,
-    attend_within_documents,
-    transformers_package,
-)
+from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.export import (
     new_folder,
     write_configuration,
@@ -227,8 +223,6 @@ def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:
         module.varlen_attention = saved.job.data.varlen_attention
     else:
         module = hf_job.unset_model(saved.hf_config(), hf.lora, dtype).to(device)
-        if saved.job.data.varlen_attention:
-            attend_within_documents(module)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name, value in saved.weights(working=True):

@@ -183,10 +183,8 @@ class Trainer:
         row = self._row(self._loss.wait(), clock, report, stop)
         stats = self._stats_of(self._context.ranks.all_gather_host(row))
         self._count(report, clock, stats, lr, spike)
-        if not report.skipped:
-            self._log.decided(
-                self.saving.update_choice.after_step(max(stats.own_ms)), self.progress.step
-            )
+        step_ms = None if report.skipped else max(stats.own_ms)
+        self._log.decided(self.saving.update_choice.after_step(step_ms), self.progress.step)
         if spike and self.config.train.on_spike == "rollback":
             self.saving.roll_back(spike, self.progress)
             self._emergency.step_ended()

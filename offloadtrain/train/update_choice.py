@@ -60,11 +60,11 @@ class UpdateChoice:
         self._optimizer.speculate(enabled=mode == "speculative")
         return f"offload.update = auto: {mode}, as measured in an earlier start"
 
-    def after_step(self, step_ms: float) -> str:
-        """Count a step that was not skipped.
+    def after_step(self, step_ms: float | None) -> str:
+        """Count a step.
 
         Args:
-            step_ms: its duration on the slowest rank.
+            step_ms: its duration on the slowest rank; None: it was skipped.
 
         Returns:
             A sentence if the mode was decided now, else "".
@@ -72,7 +72,7 @@ class UpdateChoice:
         if self._optimizer is None or self.decided:
             return ""
         times = self._step_ms[self._mode]
-        if self._guesses or self._mode == "exact":
+        if step_ms is not None and (self._guesses or self._mode == "exact"):
             times.append(step_ms)
         if self._mode == "exact" and len(times) == _SETTLING + STEPS:
             guessed_ms, exact_ms = (

@@ -35,7 +35,7 @@ def test_attention_is_that_under_a_mask(causal: bool, kv_heads: int) -> None:
         torch.randn(size, generator=generator).to(DEVICE, DTYPE).requires_grad_() for size in sizes
     ]
     if HAS_GPU and torch.cuda.get_device_capability(DEVICE) >= (8, 0):
-        assert documents._flash_kernel(inputs[0]) is not None
+        assert documents._flash_kernel(inputs[0], inputs[2]) is not None
     exact = [x.detach().float().requires_grad_() for x in inputs]
     bias = document_bias(positions_BT, torch.float32, causal=causal)
     expected = F.scaled_dot_product_attention(

@@ -46,7 +46,7 @@ def varlen_kernel(
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Attend as without a kernel, or by one that stands in for torch's, which needs a GPU."""
     if request.param == "kernel":
-        monkeypatch.setattr(documents, "_flash_kernel", lambda q: varlen_kernel)
+        monkeypatch.setattr(documents, "_flash_kernel", lambda q, v: varlen_kernel)
     return str(request.param)
 
 

@@ -20,7 +20,7 @@ from offloadtrain.step.layout.buffer_table import arena_rows, device_owners
 from offloadtrain.step.layout.buffers import BufferTable, Memory, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.placement import HEADROOM, check_host_limit, with_second_copies
-from offloadtrain.step.layout.step_spec import STAGING_SLOTS_MOST, StepSpec
+from offloadtrain.step.layout.step_spec import LAYER_SLOTS_MOST, STAGING_SLOTS_MOST, StepSpec
 from offloadtrain.step.program.operations import Launch, Operations, Ref, Undefined
 from tests import levels
 from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
@@ -122,7 +122,26 @@ def test_pieces_cover_a_shard_and_fit_a_slot(case: Case) -> None:
                 assert lo % ALIGN == 0 and lo < hi
                 needed = (hi - lo) * spec.ranks * spec.reduced_bytes(bucket)
                 assert needed <= spec.staging_bytes
-        assert 2 <= spec.staging_slots <= STAGING_SLOTS_MOST
+        assert 2 <= spec.staging_slots <= LAYER_SLOTS_MOST
+
+
+def test_slots_for_gathered_gradients_hold_a_layer() -> None:
+    """And one piece of the layer before it. What is outside of the layers comes once: it waits."""
+    config = OffloadConfig()
+
+    def slots(layer: int, outside: int) -> int:
+        blocks = [
+            block("embedding", config, sizes=(outside,), repeated=False),
+            *(block(f"layer {number}", config, sizes=(layer,)) for number in range(2)),
+        ]
+        with staging_of(64 << 10):  # a piece of 32,768 parameters in 16 bits
+            return laid_out(blocks, config).staging_slots
+
+    assert slots(layer=20 << 15, outside=1 << 15) == 21
+    assert slots(layer=40 << 15, outside=1 << 15) == LAYER_SLOTS_MOST
+    assert slots(layer=2 << 15, outside=20 << 15) == STAGING_SLOTS_MOST
+    assert slots(layer=12 << 15, outside=20 << 15) == 13
+    assert slots(layer=1 << 10, outside=1 << 10) == 2
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=5), st.integers(1, 8))

@@ -15,7 +15,12 @@ from offloadtrain.config.hf_model import HfModel
 from offloadtrain.events import schema
 from offloadtrain.hardware.machine import find
 from offloadtrain.integrations import hf_job
-from offloadtrain.integrations.causal_lm import VARLEN_ATTENTION
+from offloadtrain.integrations.causal_lm import (
+    VARLEN_ATTENTION,
+    CausalLm,
+    attend_within_documents,
+)
+from offloadtrain.model.language_model import Sampling
 from offloadtrain.plan.plan import make
 from offloadtrain.train.build import described, tracer_of
 from offloadtrain.train.trained_model import evaluate, open_model
@@ -61,8 +66,9 @@ def test_a_model_of_transformers_has_the_losses_of_a_plain_loop(
     assert losses_of(tmp_path / "run") == pytest.approx(plain_losses(job), rel=1e-5)
     assert VARLEN_ATTENTION not in (tmp_path / "run" / "resolved.toml").read_text()
     trained = open_model(tmp_path / "run", torch.device("cpu"))
+    # Its mask does the same, also where a sequence is longer than those of training.
     attention: Any = trained.model.module
-    assert attention.config._attn_implementation == VARLEN_ATTENTION
+    assert attention.config._attn_implementation != VARLEN_ATTENTION
     (val,) = (tmp_path / "data").rglob("val.bin")
     last = events_of(tmp_path / "run", schema.Eval)[-1]
     result = evaluate(trained, val, seq_len=32, batch=4, most_tokens=4 * 32)
@@ -75,8 +81,11 @@ def test_a_model_of_transformers_has_the_losses_of_a_plain_loop(
         ("gpt2", {"attn_pdrop": 0.1}, "GPT2LMHeadModel: its attention has dropout of 0.1"),
         ("mistral", {"sliding_window": 16}, "MistralForCausalLM: .* a window of 16 tokens"),
         ("gemma2", {"sliding_window": 64, "head_dim": 8}, "Gemma2ForCausalLM: .* capped scores"),
-        ("gpt_oss", {"sliding_window": 64, "head_dim": 8}, "GptOssForCausalLM: .* attention sinks"),
-        ("opt", {"attention_dropout": 0.1}, "OPTForCausalLM"),
+        ("gpt_oss", {"head_dim": 8}, "GptOssForCausalLM lets attention, or its recurrence"),
+        ("doge", {}, "DogeForCausalLM: .* a mask or a bias of its own"),
+        ("falcon", {}, "FalconForCausalLM lets attention, or its recurrence"),
+        ("bloom", {}, "BloomForCausalLM lets attention, or its recurrence"),
+        ("opt", {"attention_dropout": 0.1}, "OPTForCausalLM lets attention, or its recurrence"),
         ("qwen3_next", {"head_dim": 8}, "Qwen3NextForCausalLM lets attention, or its recurrence"),
     ],
 )
@@ -122,6 +131,32 @@ def test_a_plan_has_no_mask(tmp_path: Path, own: bool) -> None:
     plain, masked, varlen = plans.values()
     assert sum(varlen.device.values()) < sum(masked.device.values())
     assert varlen.placed.traced is None or varlen.placed.traced.flops == plain.placed.traced.flops
+
+
+@pytest.mark.parametrize("kind", ["falcon", "bloom", "xglm"])
+def test_attention_that_no_function_replaces_is_refused(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=16, num_hidden_layers=1, vocab_size=256, num_attention_heads=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(OffloadTrainError, match="computes attention by code of its own"):
+        attend_within_documents(model)
+
+
+def test_a_text_may_be_longer_than_the_window_of_attention() -> None:
+    """In training no window is computed; a generated text has the model's own attention."""
+    config = transformers.AutoConfig.for_model(
+        "mistral", hidden_size=16, num_hidden_layers=1, vocab_size=256, sliding_window=8,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    prompt_BT = torch.arange(12)[None]
+    sampling = Sampling(temperature=0.0)
+    expected = CausalLm.of(model).generate(prompt_BT, 4, sampling)
+    attend_within_documents(model)
+    assert torch.equal(CausalLm.of(model).generate(prompt_BT, 4, sampling), expected)
+    assert model.config._attn_implementation == VARLEN_ATTENTION
 
 
 def test_text_is_generated_by_a_model_with_it(tmp_path: Path) -> None:

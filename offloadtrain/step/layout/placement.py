@@ -148,6 +148,7 @@ def _room(
         keys = ", or set working = 'host'"
         if config.weights.offloaded:
             keys = ", or set device_slots = 1" if config.weights.device_slots > 1 else ""
+        keys += ", or lower sums_on" if any(map(spec.sums_on_device, spec.buckets)) else ""
         raise DeviceMemoryError(
             f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
             f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging, sums and blocks "

@@ -92,7 +92,10 @@ RING_SLOTS = 2
 """One slot is filled while the other is copied."""
 
 STAGING_SLOTS_MOST = 8
-"""The largest number of device slots for gathered gradients."""
+"""The largest number of device slots for gathered gradients outside of layers."""
+
+LAYER_SLOTS_MOST = 32
+"""The same for layers: 2 GiB, as much as the weights of a layer of a billion parameters."""
 
 STATE_SLOTS = 3
 """Host slots for state on the disk: one is read, one is updated, one is written."""
@@ -437,22 +440,29 @@ class StepSpec:
         wide = bucket.ranks > 1 and self.config.sharding.reduction == "fp32"
         return "float32" if wide else bucket.dtype
 
-    @cached_property
-    def _largest_gradient(self) -> int:
-        return max(bucket.numel * self.reduced_bytes(bucket) for bucket in self.buckets)
+    def _largest_gradient(self, buckets: Iterable[BucketSpec]) -> int:
+        sizes = (bucket.numel * self.reduced_bytes(bucket) for bucket in buckets)
+        return max(sizes, default=0)
 
     @cached_property
     def staging_bytes(self) -> int:
         """Bytes of one device slot for gathered gradients. A larger bucket goes through it in
         pieces, which hold at least one alignment of every rank's shard."""
-        return max(min(self._largest_gradient, STAGING_BYTES), ALIGN * 4 * self.ranks)
+        return max(min(self._largest_gradient(self.buckets), STAGING_BYTES), ALIGN * 4 * self.ranks)
 
     @cached_property
     def staging_slots(self) -> int:
-        """One slot per piece of the largest bucket and one that is copied meanwhile, so that
-        compute need not wait for the copies of its own block; at most `STAGING_SLOTS_MOST`."""
-        pieces = -(-self._largest_gradient // self.staging_bytes)
-        return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
+        """One slot per piece of the largest layer and one that is copied meanwhile, so that compute
+        need not wait for the copies of its own block. Embedding and head, whose gradients come once
+        in a backward, wait where they are larger than `STAGING_SLOTS_MOST` slots."""
+
+        def slots(buckets: Iterable[BucketSpec], most: int) -> int:
+            return min(-(-self._largest_gradient(buckets) // self.staging_bytes) + 1, most)
+
+        layers = [bucket for block in self.blocks if block.repeated for bucket in block.buckets]
+        return max(
+            RING_SLOTS, slots(self.buckets, STAGING_SLOTS_MOST), slots(layers, LAYER_SLOTS_MOST)
+        )
 
     @cached_property
     def host_staging_bytes(self) -> int:

@@ -139,6 +139,9 @@ class Exact:
         same bits. Returns whether the next step guesses."""
         return False
 
+    def take_over(self, other: Exact) -> None:
+        """Go on as `speculate` has set the mode of the layout before this one."""
+
     def switch_version(self, *, to_previous: bool) -> None:
         """With two versions of the weights: let compute read the previous one or the newest."""
         raise UpdateError("there is one version of the weights")
@@ -298,6 +301,10 @@ class Speculative(Exact):
     def speculate(self, *, enabled: bool) -> bool:
         self._policy.is_enabled = enabled
         return self._policy.should_speculate()
+
+    def take_over(self, other: Exact) -> None:
+        if isinstance(other, Speculative):
+            self._policy.is_enabled = other._policy.is_enabled
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         if not self._policy.should_speculate():

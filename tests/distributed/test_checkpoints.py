@@ -4,6 +4,8 @@ fail to save fail together."""
 from __future__ import annotations
 
 import os
+import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
 from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches, whole_state
+from tests.engine.test_proof import CASES, MODES, options_of
 from tests.numerics.comparison import train
 from tests.numerics.models import MODELS, batches, loss_of
+from tests.train.bitwise import Case, differ, parted, running, saving, whole
 
 FIELDS = {
     "fp32": ("master", "exp_avg", "exp_avg_sq"),
@@ -151,3 +155,72 @@ def test_all_ranks_report_a_damaged_file(ranks: Run, tmp_path: Path) -> None:
     file.write_bytes(content)
     first, second = ranks(2, damage_reports, tmp_path)
     assert first == second and file.name in first[0]
+
+
+# Runs that save and stop twice, against runs that never do.
+
+STAGES: dict[str, dict[str, Any]] = {
+    "stage 1": {"zero_stage": 1},
+    "stage 2": {"zero_stage": 2},
+    "stage 3": {"zero_stage": 3},
+    "stage 3, host": STREAMED,
+    "stage 3, partly": STREAMED | {"resident_blocks": 1},
+}
+
+
+def differences(
+    folder: Path, mode: str, placement: str, formats: tuple[str, str], accum: int
+) -> list[Any]:
+    """Return what differs on this rank, of a run that saves, and of one of three starts."""
+    state, precision = formats
+    options = {**options_of(mode, precision), "state": state, "precision": precision}
+    case = Case(options, STAGES[placement], accum=accum)
+    expected = whole(case)
+    runs = saving(case, folder / "saving"), parted([case] * 3, folder / "parted")
+    return [differ(run, expected) for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["stage 1", "stage 3, partly"])
+def test_a_delay_continues_among_ranks(ranks: Run, tmp_path: Path, placement: str) -> None:
+    of_ranks = ranks(2, differences, tmp_path, "delayed", placement, ("fp32", "bf16"), 1)
+    assert of_ranks == [[[], []]] * 2
+
+
+@pytest.mark.long
+def test_every_mode_stage_and_format_continues_to_the_bit(ranks: Run, tmp_path: Path) -> None:
+    cases, draw = list(product(MODES, STAGES, CASES)), random.Random(0)
+    for number, (mode, placement, formats) in enumerate(cases):
+        size = draw.choice((2, 2, 3))
+        folder = tmp_path / f"{number}"
+        of_ranks = ranks(size, differences, folder, mode, placement, formats, 1 + number % 2)
+        assert of_ranks == [[[], []]] * size, (mode, placement, formats, size)
+    print(f"{2 * len(cases)} resumes of {len(cases)} runs among ranks: 0 bits differ")
+
+
+def save_or_load_delayed(
+    folder: Path, state: str, options: dict[str, Any], *, loads: bool
+) -> tuple[float, dict[str, Any]]:
+    """Return the loss of the weights in use, and the newest state with its loss."""
+    case = Case({"update": "delayed", "state": state}, options, model="frozen")
+    with running(case, seed=int(loads)) as run:
+        if loads:
+            run.load(folder)
+        else:
+            run.train(range(1, 4))
+            run.save(folder, 3)
+            run.commit()
+        return fixed_loss(run.model), values_of(run.model, run.optimizer, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "readers", "state"), [(2, 1, "split16"), (1, 2, "fp32"), (2, 3, "int8")]
+)
+def test_any_number_of_ranks_continues_from_a_delay(
+    ranks: Run, tmp_path: Path, size: int, readers: int, state: str
+) -> None:
+    before, *_ = ranks(size, save_or_load_delayed, tmp_path, state, {"zero_stage": 2}, loads=False)
+    assert before[0] != before[1]["loss"], "the weights in use are not the newest"
+    after = ranks(readers, save_or_load_delayed, tmp_path, state, STREAMED, loads=True)
+    assert after == [before] * readers

@@ -240,6 +240,22 @@ def test_a_run_outlives_those_who_read_its_output(job: Path, tmp_path: Path, ran
 
 
 @pytest.mark.slow
+def test_usr1_saves_and_continues(job: Path, tmp_path: Path) -> None:
+    never = ("train.steps=5000", "train.checkpoint_every=0", "train.eval_every=0")
+    started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", *never)
+    started.wait_for_step(ranks=2)
+    started.process.send_signal(signal.SIGUSR1)
+    saved = tmp_path / "run" / "checkpoints"
+    started.wait(lambda: any(saved.glob("step-????????")))
+    (first,) = saved.glob("step-????????")
+    steps = len(started.steps())
+    started.wait(lambda: len(started.steps()) > steps + 2)
+    started.process.terminate()
+    assert started.ended() == 75, started.text
+    assert first.exists()
+
+
+@pytest.mark.slow
 def test_a_start_that_is_refused_prints_no_traceback(job: Path, tmp_path: Path) -> None:
     """Rank 0 alone knows that the folder is taken; the others lose their peer."""
     first = Job.fork(job, tmp_path / "run", "--set", "train.steps=5000")

@@ -7,8 +7,8 @@ The real CUDA lanes run over streams and events that do nothing. valgrind counts
 different length execute, on all threads; the difference is a step's. A machine that is busy with
 other work changes nothing in it. "plain" is forward and backward of the model without the engine.
 With `--time` all cases take steps in turn in one process, and the training thread's CPU time beyond
-that of the plain step of the same round is told, in milliseconds per layer. "torch's checkpoint" is
-the plain step with each layer under `torch.utils.checkpoint`: what recompute takes at least.
+that of the plain step of the same round is printed, in milliseconds per layer. "torch's checkpoint"
+is the plain step with each layer under `torch.utils.checkpoint`: what recompute takes at least.
 """
 
 from __future__ import annotations

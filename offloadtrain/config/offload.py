@@ -81,7 +81,7 @@ class OptionGroup:
 
 
 def _share_on(tier: str, placed: str | Mapping[str, float]) -> float:
-    """Return the share on a tier of what is on one tier, or in shares on several; 0 for "auto"."""
+    """Return the share on a tier: `placed` is a tier, "auto" (0), or a table of shares by tier."""
     return float(placed == tier) if isinstance(placed, str) else placed.get(tier, 0.0)
 
 

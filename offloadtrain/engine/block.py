@@ -48,8 +48,8 @@ _Views = list[tuple[Callable[[Tensor], None], Tensor]]
 
 class Source:
     """Brings a block's weights to where compute reads them. A block gets its source once, when
-    memory is laid out: nobody else asks where its weights are. This is the source of weights that
-    are there.
+    memory is laid out: no caller asks where its weights are. This class serves weights that are
+    there all the time.
 
     Attributes:
         gathers: a use is a collective of the ranks that have shards of the weights.

@@ -59,11 +59,11 @@ class GradientView(Tensor):
         moved: list[tuple[Tensor, Tensor, int]] = []
         with past_the_class():
             leaves = tree_leaves((args, kwargs))
-            others = (
+            devices = (
                 x.device for x in leaves if isinstance(x, Tensor) and type(x) is not GradientView
             )
             # Of tensors that are no views of gradients, if it is not the host.
-            device = next((device for device in others if device.type != "cpu"), None)
+            device = next((device for device in devices if device.type != "cpu"), None)
 
             def readable(view: GradientView) -> Tensor:
                 view.access.begin_use()

@@ -413,9 +413,11 @@ class StateIO:
         rank = self.ranks.rank
         buckets = [bucket for block in self._blocks for bucket in block.all_buckets]
         states = list(flat_states(buckets, rank, in_use=in_use, parts=self.parts))
-        copies, names = self.ranks.copies, list(dict.fromkeys(each.bucket for each in states))
-        own = {*names[copies.rank :: copies.size]}
-        return [each if each.bucket in own else replace(each, pieces=()) for each in states]
+        copies, names = self.ranks.copies, list(dict.fromkeys(state.bucket for state in states))
+        written_here = {*names[copies.rank :: copies.size]}
+        return [
+            state if state.bucket in written_here else replace(state, pieces=()) for state in states
+        ]
 
     def warn_of_no_checkpoints(self) -> None:
         """Warn at once of what the first save would refuse, hours later; one of the ranks that hold

@@ -120,7 +120,7 @@ def with_sums_on(job: Config, share: float) -> Config:
 
 
 def _with_least_on_device(job: Config) -> Config:
-    """Return the job with what is open decided so that it takes least memory of the device."""
+    """Return the job with its open options set to what takes the least memory of the device."""
     if job.ranks.layers_per_stage == "auto":
         job = replace(job, ranks=replace(job.ranks, layers_per_stage=()))
     least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job

@@ -312,8 +312,8 @@ class Plan:
 
     @property
     def share_that_fits(self) -> float:
-        """The largest share of the state that the device has room for beside all this; none on a
-        CPU, whose device has the host's memory."""
+        """The largest share of the state that still fits on the device; 0 on a CPU, whose device
+        has the host's memory."""
         if self.machine.on_cpu:
             return 0.0
         other_bytes = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
@@ -321,9 +321,9 @@ class Plan:
         return largest_share(self.placed, int(self.device_room * FULL) - other_bytes)
 
     def sums_that_fit(self, full: float) -> int:
-        """Return the largest share of the sums of microbatches, in hundredths, that the device has
-        room for beside all this, which has none of them; on a CPU all, as they take the host's
-        memory anywhere.
+        """Return the largest share of the sums of microbatches, in hundredths, that still fits on
+        the device, for a plan that has none there; on a CPU all, as they take the host's memory
+        anywhere.
 
         Args:
             full: the share of the device that may be in use.

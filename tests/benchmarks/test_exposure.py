@@ -47,6 +47,6 @@ def test_a_journal_has_about_a_byte_per_parameter(
     """Early, when moments are far from the squares of gradients, too."""
     monkeypatch.setattr(undo_journal, "NUMEL", 1 << 13)
     monkeypatch.setattr(undo_journal, "STEPS", (20,))
-    (found,) = journals(state, kind).values()
-    assert 0.2 < sum(map(entropy, found)) / 8 < 0.6
-    assert sum(map(coded, found)) / 8 < 1.3
+    (journal,) = journals(state, kind).values()
+    assert 0.2 < sum(map(entropy, journal)) / 8 < 0.6
+    assert sum(map(coded, journal)) / 8 < 1.3

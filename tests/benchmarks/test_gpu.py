@@ -287,8 +287,8 @@ def test_ways_over_a_stack_of_layers() -> None:
     by_loss, by_attention = stack.losses(toy=True), stack.packed(toy=True)
     assert by_loss["step_ms"].keys() >= {"whole logits", "in parts"}
     assert ("liger" in by_loss["step_ms"]) != ("liger" in by_loss.get("without", ""))
-    whole, *others = by_loss["losses"].values()
-    assert others == [pytest.approx(whole, rel=1e-2)] * len(others)
+    of_whole_logits, *losses = by_loss["losses"].values()
+    assert losses == [pytest.approx(of_whole_logits, rel=1e-2)] * len(losses)
     mask, varlen, rows = by_attention["losses"].values()
     assert varlen == pytest.approx(mask, rel=1e-3) and abs(rows - mask) > 1e-5
     assert by_attention["documents"] > by_attention["rows"]

@@ -81,12 +81,12 @@ def test_the_faster_mode_stays_also_after_a_resume(
     auto, exact, parted = (tmp_path / name for name in ("auto", "exact", "parted"))
     assert run(job_of(tmp_path, "offload.update=exact"), exact) == 0
     assert run(job_of(tmp_path, "offload.update=auto"), auto) == 0
-    said = capsys.readouterr().err
-    assert "; update = auto: speculative as planned\n" in said
+    console = capsys.readouterr().err
+    assert "; update = auto: speculative as planned\n" in console
     assert_same_run(auto, exact, STEPS)
     (event,) = events_of(auto, schema.Decided)
     assert event.step == DECIDES and f"auto: {decided} from here on" in event.message
-    assert said.count(event.message) == 1
+    assert console.count(event.message) == 1
     moments = [moment_of(r, b"") for r in log_lines.read(auto / "events" / "rank000.jsonl")]
     assert event.message in [moment.text for moment in moments if moment], "the monitor lists it"
     measured = update_choice._SETTLING + update_choice.STEPS

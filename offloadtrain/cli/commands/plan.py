@@ -201,23 +201,24 @@ _ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "--hf": ("asks for a model", ("JOB", "--sweep")),
     "--fine-tune": ("asks for a model", ("JOB", "--sweep")),
 }
-"""Flag → what it does, and what it does not go with."""
+"""Flag → what it does, and the flags that it excludes."""
 
 
-def _check_alone(given: Mapping[str, object]) -> None:
-    """Raises ConfigError for a flag with one that it does not go with."""
-    for flag, (does, others) in _ALONE.items():
-        for other in others:
-            if given[flag] and given[other]:
-                surplus = given[other] if other == "JOB" else other
+def _check_alone(values: Mapping[str, object]) -> None:
+    """Raises ConfigError for two flags that exclude each other. `values`: flag → its value."""
+    for flag, (does, excluded_flags) in _ALONE.items():
+        for excluded in excluded_flags:
+            if values[flag] and values[excluded]:
+                surplus = values[excluded] if excluded == "JOB" else excluded
                 raise ConfigError(f"{flag} {does}: leave out {surplus}")
 
 
 def _check_several(machines: Sequence[str], save: str, of_one_plan: bool) -> None:
-    """Raises ConfigError for what is for one plan, or one answer, and asked of several.
+    """Raises ConfigError where several plans are made and a flag is for one.
 
     Args:
-        machines: of a job.
+        machines: those of --machine, with a JOB.
+        save: the file of --save; "" without it.
     """
     if save:
         raise ConfigError(f"--save {save}: it is for one --hf or --fine-tune and one --machine")

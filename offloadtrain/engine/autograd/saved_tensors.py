@@ -234,7 +234,7 @@ class SavedTensors:
         """Those of the running forward: all that it saves shares them."""
         self._readings_within: tuple[Reading, ...] | None = None
         self._owners: AddressMap[_Owner | Callable[[Tensor], _Owner | None]] = AddressMap()
-        """The owner of what lies in a buffer; of a slot, what tells it of a tensor."""
+        """Owner of the tensors of a buffer; for a slot, a function from a tensor to its owner."""
         self._residency = residency if residency.memory.slots else None
         for block in residency.blocks.values():
             for bucket in block.buckets if block.source is not residency else ():

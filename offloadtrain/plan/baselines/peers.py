@@ -232,7 +232,7 @@ PEER_CELLS = Path(__file__).with_name("peer_cells.json")
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A predicted value beside the published one, in one unit; `gpu`: by torch's name."""
+    """A predicted and a published value in one unit; `gpu`: by torch's name."""
 
     cell: str
     gpu: str

@@ -150,7 +150,7 @@ def test_the_extended_trace_is_the_whole_one(
         believed.append(moments_of_all is not None)
         return moments_of_all
 
-    monkeypatch.setattr(tracing, "extended", noting)
+    monkeypatch.setattr(tracing, "with_skipped_layers", noting)
     short, full = both(monkeypatch, MODELS[name](), sum_of, activation)
     assert short == full
     assert any(believed) == (name in EXTENDED)

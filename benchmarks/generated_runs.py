@@ -78,10 +78,13 @@ class GeneratedRank:
 
     def memory(self, step: int) -> schema.Memory:
         """The Ledger after a step, when activations are gone."""
-        held = [("device", self.plan.placed.device()), ("host", self.plan.with_copies.host())]
+        owners_by_tier = [
+            ("device", self.plan.placed.device()),
+            ("host", self.plan.with_copies.host()),
+        ]
         rows = [
             schema.MemoryRow(owner=owner, tier=tier, num_bytes=size, peak_bytes=size)
-            for tier, owners in held
+            for tier, owners in owners_by_tier
             for owner, size in owners.items()
         ]
         rest = schema.MemoryRow(
@@ -94,7 +97,7 @@ class GeneratedRank:
 
     def sizes(self, share: float) -> Sizes:
         """A sample at `share` of a step: activations grow in forward, and go in backward."""
-        held = sum(self.plan.host.values())
+        planned_bytes = sum(self.plan.host.values())
         allocated = self.fixed_bytes + round(self.moving_bytes * self.activity(share))
         reserved = self.fixed_bytes + self.moving_bytes + (300 << 20)
         total = self.plan.machine.gpu_memory_bytes
@@ -105,8 +108,8 @@ class GeneratedRank:
             "inactive": (120 << 20) + noise // 4,
             "free": total - reserved - _CONTEXT_BYTES,
             "pinned": self.pinned_bytes,
-            "rss": held + noise,
-            "available": self.host_bytes - held * self.ranks - 2 * GIB - noise,
+            "rss": planned_bytes + noise,
+            "available": self.host_bytes - planned_bytes * self.ranks - 2 * GIB - noise,
             "swap": 0,
             "page_cache": GIB + noise,
         }

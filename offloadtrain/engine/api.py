@@ -30,6 +30,7 @@ from offloadtrain.engine.checks import (
     check_wrapped,
     offloaded,
     warn_of_no_layers,
+    warn_of_small_shares,
     warn_of_views,
 )
 from offloadtrain.engine.division import Division
@@ -313,6 +314,7 @@ def attach(
     )
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()
+    warn_of_small_shares(optimizer._engine.program.spec)
     return optimizer
 
 

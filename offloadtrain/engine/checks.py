@@ -20,6 +20,8 @@ from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed, local
 from offloadtrain.step.layout.formats import FORMATS
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -316,6 +318,23 @@ def warn_of_local_norm(asker: str, count: int, ranks: Ranks) -> None:
             count,
             ranks.world_size,
         )
+
+
+def warn_of_small_shares(spec: StepSpec) -> None:
+    """Warn of a share of the device that is too small for any layer, so that it has no effect."""
+    config = spec.config
+    shares = {
+        "sums_on": (config.gradients.device_share, any(b.sums_on_device for b in spec.buckets)),
+        "state_on": (config.state.device_share, spec.has_state_on(Tier.DEVICE)),
+    }
+    for option, (share, has_effect) in shares.items():
+        if share and not has_effect:
+            _log.warning(
+                "%s = {'device': %g} is less than half of the first layer that it could hold: "
+                "nothing is on the device. Raise it, or leave it out",
+                option,
+                share,
+            )
 
 
 def warn_of_views(model: nn.Module) -> None:

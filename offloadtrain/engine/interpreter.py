@@ -97,7 +97,7 @@ class UpdateJournal:
 
     def __init__(self) -> None:
         self._open: deque[_Adam] = deque()
-        self._left: Sequence[Operation] = ()
+        self._unlaunched: Sequence[Operation] = ()
         self._of_matrices: set[str] = set()
         """Buckets whose Adam needs what the device has computed."""
 
@@ -135,9 +135,9 @@ class UpdateJournal:
         """The lanes are empty, and the whole state was set anew."""
         self._open.clear()
 
-    def cut(self, left: Sequence[Operation]) -> None:
+    def cut(self, unlaunched: Sequence[Operation]) -> None:
         """These operations of a decided step will not be launched."""
-        self._left = left
+        self._unlaunched = unlaunched
 
     def finish(
         self,
@@ -156,7 +156,7 @@ class UpdateJournal:
         """
         self._check(progress)
         remaining: list[Call] = []
-        for op in self._left:
+        for op in self._unlaunched:
             if isinstance(op, Swap):
                 self.swapped(op.bucket)
                 swap(op)
@@ -166,7 +166,7 @@ class UpdateJournal:
         for run in (*(update.run for update in missing if update.decided), *remaining):
             run()
         self._open.clear()
-        self._left = ()
+        self._unlaunched = ()
 
     def _check(self, progress: HostProgress) -> None:
         in_place = [update for update in self._open if update.in_place]
@@ -183,9 +183,9 @@ class UpdateJournal:
             if update.decided and update.number > progress.ended
         ]
         kinds = (Kind.DIRECTION, Kind.ADAM)
-        left = [op for op in self._left if isinstance(op, Launch) and op.kind in kinds]
-        pending += [op.owner for op in left]
-        self._of_matrices.update(op.owner for op in left if op.kind is Kind.DIRECTION)
+        unlaunched = [op for op in self._unlaunched if isinstance(op, Launch) and op.kind in kinds]
+        pending += [op.owner for op in unlaunched]
+        self._of_matrices.update(op.owner for op in unlaunched if op.kind is Kind.DIRECTION)
         if lost := self._of_matrices.intersection(pending):
             raise SalvageError(
                 f"the update of {len(lost)} buckets of matrices was decided, and the device has "

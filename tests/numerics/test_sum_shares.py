@@ -156,3 +156,13 @@ def test_a_step_of_which_some_sums_are_lost_is_not_salvaged() -> None:
     optimizer.step()
     with pytest.raises(SalvageError, match=r"summed on the device .offload.sums_on = \{device"):
         optimizer.salvage(RuntimeError("lost"))
+
+
+@pytest.mark.parametrize("option", ["sums_on", "state_on"])
+def test_a_share_too_small_for_any_layer_is_reported(
+    option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for share, count in ((0.5, 0), (0.001, 1)):
+        options = {option: {"device": share}, "grad_accum_steps": 2}
+        ot.offload(Chain(4), device="cpu", **options).close()
+        assert caplog.text.count(f"{option} = {{'device': {share:g}}}") == count

@@ -115,18 +115,18 @@ def test_a_wide_window_and_attention_without_dropout_are_taken(tmp_path: Path) -
     hf_job.check_can(HfModel(hf=str(tmp_path)), chunked=False, isolated=True, varlen=32)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_plan_has_no_mask(tmp_path: Path, own: bool) -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_plan_has_no_mask(tmp_path: Path, is_ours: bool) -> None:
     """It counts each sequence as one document: the FLOPs of a job without packing, at most."""
     name, machine = find("rtx4090")
     plans = {}
     for keys in ((), (ISOLATED,), (ISOLATED, VARLEN)):
         keys = (*keys, "device.kind=auto", "train.micro_batch=64", "offload.activation=recompute")
         job = small_job(tmp_path, "model.dropout=0.0", *keys)
-        if not own:
+        if not is_ours:
             job = hf_job_of(tmp_path, "llama", *keys)
         job = described(replace(job, data=replace(job.data, seq_len=32)))
-        trace = None if own else tracer_of(job, machine, 1)
+        trace = None if is_ours else tracer_of(job, machine, 1)
         plans[keys[:-3]] = make(job, name, machine, 1, trace)
     plain, masked, varlen = plans.values()
     assert sum(varlen.device.values()) < sum(masked.device.values())

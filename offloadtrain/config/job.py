@@ -265,10 +265,12 @@ def as_tables(config: Config) -> toml.Table:
 
 def with_defaults(tables: toml.Table) -> toml.Table:
     """Return the tables of `as_tables`, as an earlier version wrote them, with the defaults of the
-    keys that this version has added."""
+    keys that this version has added. What a damaged record has in place of a section stays."""
     filled = dict(tables)
     for name, kind in _SECTIONS.items():
         table = tables.get(name, {})
+        if not isinstance(table, dict):
+            continue
         kind = HfModel if "hf" in table else kind
         defaults = {
             item.name: item.default for item in fields(kind) if item.default not in (MISSING, None)

@@ -792,6 +792,16 @@ def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
         assert jobs.loads(jobs.dump(resolved)) == resolved, path.name
 
 
+@pytest.mark.parametrize("value", [None, [], "x", -1, True], ids=ascii)
+def test_a_record_of_a_job_gains_the_keys_of_later_versions(value: object) -> None:
+    """What a damaged record has in place of a section stays, for the caller to compare."""
+    tables = jobs.as_tables(job())
+    earlier = tables | {"data": {k: v for k, v in tables["data"].items() if k != "packing"}}
+    assert earlier != tables == jobs.with_defaults(earlier)
+    for name in tables:
+        assert jobs.with_defaults(tables | {name: value})[name] == value
+
+
 STATES_WITHOUT = [
     ("split16", "fp16", "does not fit in 16 bits. Use state = 'int8' or 'fp32', or precision ="),
     ("split16", "fp32", "its 16-bit working weight, but precision is 'fp32': use state ="),

@@ -136,7 +136,7 @@ def _model(saved: SavedRun) -> nn.Module:
 def _laid_out(saved: SavedRun) -> dict[str, Any]:
     """Return what is written, with tensors whose memory is never touched."""
     model = _model(saved)
-    dtypes = {e.name: e.dtype for e in saved.found.manifest.entries}
+    dtypes = {e.name: e.dtype for e in saved.checkpoint.manifest.entries}
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     made: dict[Any, Tensor] = {}
     weights: dict[str, Tensor] = {}
@@ -148,7 +148,7 @@ def _laid_out(saved: SavedRun) -> dict[str, Any]:
             made[first_name] = torch.empty(value.shape, dtype=dtype, device="cpu")
         weights[name] = made[first_name]
     adam = _adam(saved, model, {param: name for param, name in first.items() if name in trained})
-    return {"model": weights, "optimizer": adam, "step": saved.found.step}
+    return {"model": weights, "optimizer": adam, "step": saved.checkpoint.step}
 
 
 def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str,
     ]
     optimizer = _kind(saved)(
         groups,
-        lr=float(saved.found.state["param_groups"][0]["lr"]),
+        lr=float(saved.checkpoint.state["param_groups"][0]["lr"]),
         betas=chosen.betas,
         eps=chosen.eps,
         weight_decay=chosen.weight_decay,
@@ -171,7 +171,7 @@ def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str,
     params = [param for group in optimizer.param_groups for param in group["params"]]
     moments = update_rule(saved.job.optim).moments
     state_dict["state"] = {
-        key: {"step": torch.tensor(float(saved.found.step))}
+        key: {"step": torch.tensor(float(saved.checkpoint.step))}
         | {kind: torch.empty(param.shape, dtype=torch.float32, device="cpu") for kind in moments}
         for key, param in enumerate(params)
     }
@@ -188,10 +188,10 @@ def _fill(saved: SavedRun, path: Path) -> None:
     weights, adam = tree["model"], tree["optimizer"]
     keys = [name for group in adam["param_groups"] for name in group["param_names"]]
     states = dict(zip(keys, adam["state"].values(), strict=True))
-    for name, tensors in saved_state(saved.found, update_rule(saved.job.optim)):
+    for name, tensors in saved_state(saved.checkpoint, update_rule(saved.job.optim)):
         weights[name].copy_(tensors.pop(MASTER))
         steps = _expert_steps(saved).get(name, [])
-        states[name]["step"].fill_(float(steps[0] if len(steps) == 1 else saved.found.step))
+        states[name]["step"].fill_(float(steps[0] if len(steps) == 1 else saved.checkpoint.step))
         for kind, value in tensors.items():
             states[name][kind].copy_(value)
     for name, value in saved.weights(wanted=lambda name: name not in states):
@@ -202,7 +202,7 @@ def _fill(saved: SavedRun, path: Path) -> None:
 
 def _expert_steps(saved: SavedRun) -> dict[str, list[int]]:
     """Parameter → steps of its experts, of those that were skipped where they were unused."""
-    steps: dict[str, list[int]] = saved.found.state["optimizer"].get("expert_steps", {})
+    steps: dict[str, list[int]] = saved.checkpoint.state["optimizer"].get("expert_steps", {})
     return steps
 
 
@@ -218,10 +218,10 @@ def _remarks(saved: SavedRun, tree: dict[str, Any]) -> Iterator[str]:
     if state != "fp32":
         yield f'offload.state = "{state}": moments have its precision'
     stacked = [steps for steps in _expert_steps(saved).values() if len(steps) > 1]
-    if any(set(steps) != {saved.found.step} for steps in stacked):
+    if any(set(steps) != {saved.checkpoint.step} for steps in stacked):
         yield (
             f"offload.skip_unused: {len(stacked)} tensors of stacked experts have steps from "
             f"{min(map(min, stacked))} to {max(map(max, stacked))}; torch has one for each tensor, "
-            f"{saved.found.step}"
+            f"{saved.checkpoint.step}"
         )
-    yield f"step {saved.found.step} as the state of torch.optim.{_kind(saved).__name__}"
+    yield f"step {saved.checkpoint.step} as the state of torch.optim.{_kind(saved).__name__}"

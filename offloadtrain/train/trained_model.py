@@ -43,6 +43,7 @@ from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.train.build import masking_of
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
 from offloadtrain.train.checkpoint.restore import saved_weights
 from offloadtrain.train.losses import loss_of, to_device
@@ -62,26 +63,26 @@ class SavedRun:
         tokenizer: name of the one that made its tokens; `data.tokenizer` knows it.
     """
 
-    found: checkpoint.Checkpoint
+    checkpoint: Checkpoint
     job: Config
     tokenizer: str
 
     @property
     def precision(self) -> str:
         """The precision of its working weights in training: "bf16", "fp16" or "fp32"."""
-        return str(self.found.state["precision"])
+        return str(self.checkpoint.state["precision"])
 
     def weights(
         self, *, working: bool = False, wanted: Callable[[str], bool] = lambda name: True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what `saved_weights` yields."""
         rule = update_rule(self.job.optim)
-        return saved_weights(self.found, rule, working=working, wanted=wanted)
+        return saved_weights(self.checkpoint, rule, working=working, wanted=wanted)
 
     def hf_config(self) -> Any:
         """Return the configuration of its model of transformers, as it was trained."""
         assert self.job.hf is not None
-        config = hf_job.config_of(self.found.state["hf_config"])
+        config = hf_job.config_of(self.checkpoint.state["hf_config"])
         config.name_or_path = self.job.hf.hf
         return config
 
@@ -122,7 +123,7 @@ def open_saved(path: Path) -> SavedRun:
     return _of(newest)
 
 
-def _of(opened: checkpoint.Checkpoint) -> SavedRun:
+def _of(opened: Checkpoint) -> SavedRun:
     state, origin = opened.state, str(opened.path)
     job = jobs.of_tables(state["config"], origin, state["hf_config"])
     return SavedRun(opened, job, state["tokenizer_name"])
@@ -363,8 +364,8 @@ def _generated(
     trained: TrainedModel, words: Words, tokens: list[int], num_tokens: int, sampling: Sampling
 ) -> str:
     prompt_BT = torch.tensor([tokens], device=trained.device)
-    found_BT = trained.model.generate(prompt_BT, num_tokens, sampling)
-    new = found_BT[0, len(tokens) :].tolist()
+    generated_BT = trained.model.generate(prompt_BT, num_tokens, sampling)
+    new = generated_BT[0, len(tokens) :].tolist()
     if words.end_of_text in new:
         new = new[: new.index(words.end_of_text)]
     return words.decode(new)

@@ -87,7 +87,7 @@ class PlainLoop:
 
 def state_in(run: Path) -> dict[str, dict[str, Tensor]]:
     saved = open_saved(run)
-    return dict(saved_state(saved.found, update_rule(saved.job.optim)))
+    return dict(saved_state(saved.checkpoint, update_rule(saved.job.optim)))
 
 
 def assert_same(state: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]) -> None:

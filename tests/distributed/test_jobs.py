@@ -150,11 +150,11 @@ def test_weights_are_read_from_the_shards_of_a_checkpoint(
     ranks(2, train, tmp_path / "run", data, **small)
     saved = open_saved(tmp_path / "run")
     assert any(
-        entry.hi - entry.lo < math.prod(entry.shape) for entry in saved.found.manifest.entries
+        entry.hi - entry.lo < math.prod(entry.shape) for entry in saved.checkpoint.manifest.entries
     )
     context = assemble(job_of(data, **small))
-    delayed = restore(saved.found, context.model.module, context.optimizer)
-    context.optimizer.finish_load(**saved.found.state["optimizer"], delayed=delayed)
+    delayed = restore(saved.checkpoint, context.model.module, context.optimizer)
+    context.optimizer.finish_load(**saved.checkpoint.state["optimizer"], delayed=delayed)
     weights = dict(saved.weights())
     masters = dict(context.optimizer.master_weights())
     assert weights.keys() == masters.keys()

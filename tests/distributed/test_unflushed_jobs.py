@@ -264,7 +264,7 @@ def test_a_job_that_overflows_at_the_smallest_scale_ends_with_a_checkpoint(
     (alone,) = ranks(1, message_of_overflow, expected, data, bad, **chosen)
     assert "smallest loss scale" in alone and "Not finite: the gradients of '" in alone
     assert ranks(2, message_of_overflow, run, data, bad, **chosen | TWO_VERSIONS) == [alone] * 2
-    plain, staged = (open_saved(folder).found for folder in (expected, run))
+    plain, staged = (open_saved(folder).checkpoint for folder in (expected, run))
     # In stages another step is under way, which is ended; it counts, or is skipped as well.
     assert staged.step - plain.step == len({6, 7} - bad) and plain.step == 6
     if len(bad) == 2:

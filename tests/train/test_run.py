@@ -376,7 +376,7 @@ def test_bytes_are_as_planned(trained: Trained) -> None:
     for tier in ("host bytes", "device bytes"):
         assert rows[tier].measured == pytest.approx(rows[tier].planned, rel=0.01)
     assert rows["step"].unit == "s" and rows["step"].measured > 0
-    assert "found / planned" in trained.err
+    assert "measured / planned" in trained.err
     assert not any("not as planned" in text for text in warnings(trained.path))
 
 

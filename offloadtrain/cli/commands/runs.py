@@ -128,7 +128,7 @@ def export(
             written = write(saved, out, dtype=dtype, merge=merge)
     except FileExistsError as error:
         raise ConfigError(str(error)) from None
-    print(f"{saved.found.path.name} as {written}", file=sys.stderr)
+    print(f"{saved.checkpoint.path.name} as {written}", file=sys.stderr)
     print(out)
 
 

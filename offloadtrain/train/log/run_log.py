@@ -288,8 +288,8 @@ class Hindsight:
             if abs(ratio - 1) > APART and (row.unit == "bytes" or self._measured_rates):
                 form = format_bytes if row.unit == "bytes" else "{:.3g} s".format
                 planned, measured = form(row.planned), form(row.measured)
-                apart.append(f"{row.what}: planned {planned}, found {measured}")
-        return f"found / planned ({self._plan.name}): {', '.join(shown)}", apart
+                apart.append(f"{row.what}: planned {planned}, measured {measured}")
+        return f"measured / planned ({self._plan.name}): {', '.join(shown)}", apart
 
 
 def step_record(

@@ -150,8 +150,8 @@ class UpdatePath:
             on_device = Ref(Memory.MATRIX, 0, 0, 0, used, directions.dtype)
         workspace = Ref(Memory.MATRIX, 0, 0, used, used + matrix.workspace_numel, directions.dtype)
         name = bucket.name
-        # ortho, during compute and the host's work: the copy up waits for the host. One matrix is on
-        # the device at a time, so this lane's order separates two.
+        # ortho, during compute and the host's work: the copy up waits for the host. One matrix is
+        # on the device at a time, so this lane's order separates two.
         if moves:
             self._order.launch(
                 Launch(Kind.MATRIX_UP, Lane.ORTHO, name, (on_host,), (on_device,), lo, hi),

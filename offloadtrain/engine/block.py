@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -432,6 +431,7 @@ class Residency(Source):
         streamed: those without a place of their own on the device.
         forward_order: blocks in the order of their first use in forward, as keys.
         gathers: weights of some blocks are in shards, which forwards gather (ZeRO stage 3).
+        exposed: streamed blocks whose parameters are views of the host's copy.
     """
 
     interpreter: Interpreter
@@ -447,8 +447,7 @@ class Residency(Source):
         self.memory = memory
         self.blocks = {block.name: block for block in blocks}
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
-        self._exposed: set[Block] = set()
-        """Blocks whose parameters are views of the host's copy."""
+        self.exposed: set[Block] = set()
         self._running: dict[int, dict[Block, int]] = {}
         """Graph task → block whose backward it is in → the clock of the oldest saved tensor of it
         that was unpacked."""
@@ -517,7 +516,7 @@ class Residency(Source):
 
     def read(self, block: Block, slot: Slot, *, in_graph: bool, in_forward: bool) -> Tensor | None:
         # A graph saves the parameter itself, whose memory changes: it needs a copy.
-        if block in self._exposed and not in_graph:
+        if block in self.exposed and not in_graph:
             return None
         self.forward_order.setdefault(block)
         if self.gathers and not in_forward:
@@ -591,16 +590,16 @@ class Residency(Source):
         self._running.clear()
         self._latest = self._at = None
         # The host's copy may be written by the next update: parameters must not show it then.
-        for block in self._exposed:
+        for block in self.exposed:
             block.leave_device()
-        self._exposed.clear()
-        access_order = self._program.streaming.access_order
-        if access_order.differs and not self._has_warned:
+        self.exposed.clear()
+        streaming = self._program.streaming
+        if streaming.slots and streaming.access_order.differs and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "blocks were used in another order than in the step before: %d loads could not "
                 "begin ahead of their use. The result is the same, the step is slower.",
-                access_order.missed,
+                streaming.access_order.missed,
             )
         # Launches loads into slots without a pin, while compute and the host still run.
         self.interpreter.run(self._program.begin_pass, self._pinned())
@@ -609,17 +608,13 @@ class Residency(Source):
         """The lanes are empty, and no streamed block has a slot any more."""
         self._running.clear()
         self._latest = self._at = None
-        self._exposed.clear()
+        self.exposed.clear()
         for block in self.streamed:
             block.leave_device()
 
     def pinned(self, block: Block) -> bool:
         """Tell whether a forward or a backward in progress needs the streamed block's slot."""
         return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
-
-    def shows_host(self, block: Block) -> bool:
-        """Tell whether a block's parameters are views of the host's copy."""
-        return block in self._exposed
 
     def show_host_weights(self) -> None:
         """The lanes are idle: make parameters views of the host's copy until their next use. Where
@@ -631,7 +626,7 @@ class Residency(Source):
             elif not (self.gathers or block.forwards):
                 self.interpreter.run(self._program.drop_slot, block.name)
                 block.views.show_host()
-                self._exposed.add(block)
+                self.exposed.add(block)
 
     def close(self, *, has_successor: bool = False) -> None:
         """Leave the host memory of streamed weights to their parameters: the host may have no room
@@ -660,43 +655,31 @@ class Residency(Source):
             block.source = _Closed()
         del self.interpreter
 
-    @property
-    def changes(self) -> dict[type[Operation], Callable[[Any], None]]:
-        """Operation of the program → what carries it out."""
-        return {
-            Enter: self._enter,
-            Leave: self._leave,
-            Renew: self._renew,
-            Swap: self._swap,
-            Flip: self._flip,
-        }
-
-    def _enter(self, op: Enter) -> None:
-        entering = self.blocks[op.block]
-        self._exposed.discard(entering)
-        for bucket in entering.all_buckets:
-            bucket.place = op.slot
-        entering.views.show_slot()
-
-    def _leave(self, op: Leave) -> None:
-        leaving = self.blocks[op.block]
-        # Its next use must ask the program for a slot and a load again.
-        if leaving is self._latest:
-            self._latest = None
-        leaving.leave_device()
-
-    def _renew(self, op: Renew) -> None:
-        self.blocks[op.block].graphs.generation += op.by
-        # The next read, by a module's forward or by a function of torch, waits for the upload.
-        self.blocks[op.block].views.set_ready(ready=False)
-
-    def _swap(self, op: Swap) -> None:
-        # Views of `state` that a user holds show the old copy from here on.
-        self._buckets[op.bucket].copy ^= 1
-
-    def _flip(self, op: Flip) -> None:
-        # Loads that were launched read the version before; later ones name the other.
-        self._buckets[op.bucket].version ^= 1
+    def change(self, op: Operation) -> None:
+        """Carry out an operation of the program that changes where weights and state are."""
+        match op:
+            case Enter(name, slot):
+                block = self.blocks[name]
+                self.exposed.discard(block)
+                for bucket in block.all_buckets:
+                    bucket.place = slot
+                block.views.show_slot()
+            case Leave(name):
+                # Its next use must ask the program for a slot and a load again.
+                if self.blocks[name] is self._latest:
+                    self._latest = None
+                self.blocks[name].leave_device()
+            case Renew(name, by):
+                self.blocks[name].graphs.generation += by
+                # The next read, by a module's forward or by a function of torch, waits for the
+                # upload.
+                self.blocks[name].views.set_ready(ready=False)
+            case Swap(name):
+                # Views of `state` that a user holds show the old copy from here on.
+                self._buckets[name].copy ^= 1
+            case Flip(name):
+                # Loads that were launched read the version before; later ones name the other.
+                self._buckets[name].version ^= 1
 
     def _pinned(self) -> list[str]:
         slots, blocks = self._program.streaming.slots, self.blocks

@@ -47,14 +47,9 @@ class Slot:
     def of(cls, name: str, param: nn.Parameter, index: int, offset: int) -> Slot:
         local_tensor = local(param)
         part = LocalPart(param) if is_distributed(param) else param
-        shape, stride, global_shape = (
-            tuple(local_tensor.shape),
-            dense_stride(local_tensor),
-            tuple(param.shape),
-        )
-        return cls(
-            name, param, index, offset, local_tensor.numel(), shape, stride, part, global_shape
-        )
+        shape, stride = tuple(local_tensor.shape), dense_stride(local_tensor)
+        at = index, offset, local_tensor.numel()
+        return cls(name, param, *at, shape, stride, part, tuple(param.shape))
 
     def view(self, flat: Tensor) -> Tensor:
         """View the parameter's elements of a whole flat buffer, shaped as the parameter."""
@@ -214,6 +209,16 @@ class Bucket:
         first = 0 if flat.numel() >= self.numel else self.lo
         start = slot.offset + lo - first if lo < hi else 0
         return flat[start : start + hi - lo]
+
+    def assembled(self, slot: Slot, shard: Tensor) -> Tensor:
+        """Return a parameter's values, in its shape, from the shards of all `sharers`: (n,) fp32 on
+        the host each. A collective; of a single rank, a view of its shard."""
+        if self.sharers.is_single:
+            return slot.shaped(shard)
+        values = torch.empty(slot.numel, dtype=torch.float32, device="cpu")
+        values[slice(*self.piece(slot))] = shard
+        self.sharers.assemble(values, self.pieces(slot))
+        return slot.shaped(values)
 
     def state_of(self, slot: Slot) -> tuple[Tensor, ...]:
         """View the shard's part of a parameter's state: 1-D pieces of the buffers, in the order of

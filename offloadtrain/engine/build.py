@@ -147,7 +147,7 @@ def build(
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(
-        *(lanes, ranges, functions, residency.changes),
+        *(lanes, ranges, functions, residency.change),
         describe_lost_rank=residency.describe_lost_rank,
         unsalvageable=spec.lost_with_device,
     )

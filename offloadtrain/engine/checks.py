@@ -20,6 +20,7 @@ from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed, local
 from offloadtrain.step.layout.formats import FORMATS
+from offloadtrain.step.layout.state_tiers import may_be_on_device
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 
@@ -88,7 +89,7 @@ def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
             f"state = 'int8' and {name}: it writes moments and masters at two times, and int8 "
             "rounds them together. Use state = 'fp32' or 'split16'"
         )
-    if config.state.format != "fp32" and (config.state.device_share or config.state.tier == "auto"):
+    if config.state.format != "fp32" and may_be_on_device(config):
         raise ValueError(
             f"state = '{config.state.format}' and {name} with state on the device: its kernels for "
             "matrices are of fp32 state. Use state = 'fp32', or state_on = 'host'"

@@ -6,8 +6,9 @@ divides models makes a `Division` for each engine and overrides what differs. Th
 four things, and knows nothing else of the ways to divide a model:
 
 * who shares a bucket: `replicas` and `sharers`;
-* how the norm is summed: `norm`, a `NormExchange`;
-* where a micro-step ends: `in_order`, and `OffloadOptimizer.split` for steps in several moments;
+* how the norm is summed: `norm`, a `NormExchange`, if other engines have other parameters;
+* where a micro-step ends: `in_order`, and `OffloadOptimizer.split` for steps that end in several
+  calls;
 * which rows are added to the table of buffers, and who updates them: `weight_versions`,
   `gradient_sums`, `update_policy` and `skipping`.
 """
@@ -15,7 +16,7 @@ four things, and knows nothing else of the ways to divide a model:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -44,14 +45,6 @@ class Measured:
     of_parameter: Sequence[float]
     nonfinite: dict[str, tuple[int, ...]]
     intents: Tensor
-
-    @property
-    def squares(self) -> float:
-        """The sum over all parameters, added in their order."""
-        total = 0.0
-        for value in self.of_parameter:
-            total += value
-        return total
 
 
 class NormMember(Protocol):
@@ -88,20 +81,6 @@ class NormExchange(Protocol):
 
     def compare(self, member: NormMember, intent: Sequence[float]) -> None:
         """Compare what may have changed since the norm was measured; raises RankError."""
-
-
-class LocalNorm:
-    """The engine's parameters are the whole model."""
-
-    def join(self, member: NormMember) -> None:
-        del member
-
-    def send(self, member: NormMember, intent: Sequence[float]) -> Callable[[], Measured]:
-        measured = member.measure_local(intent)
-        return lambda: measured
-
-    def compare(self, member: NormMember, intent: Sequence[float]) -> None:
-        del member, intent
 
 
 class Usage(Protocol):
@@ -153,7 +132,7 @@ def entries_in(model: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
 
 
 class SplitSteps(Protocol):
-    """Ends the steps of an optimizer, each in several moments: see `OffloadOptimizer.split`."""
+    """Ends the steps of an optimizer, each in several calls: see `OffloadOptimizer.split`."""
 
     def sample_timeline(self) -> None:
         """Record the lanes from the next decision on, until the one after it."""
@@ -180,7 +159,7 @@ class Division:
     replicas: Ranks = ALONE
     stages: Ranks = ALONE
     parts: Ranks = ALONE
-    norm: NormExchange = field(default_factory=LocalNorm)
+    norm: NormExchange | None = None
     first: int = 0
     weight_versions: int = 1
     gradient_sums: int = 1

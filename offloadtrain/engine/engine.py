@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.gradient_access import GradientAccess
-from offloadtrain.engine.gradients import Gradients, GradStatus
+from offloadtrain.engine.gradients import GradientAccess, Gradients
 from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.parameters import past_the_class
@@ -30,8 +29,8 @@ from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.program import Program
+from offloadtrain.step.program.updates import Decision
 
 
 class PhaseGuard:
@@ -50,7 +49,7 @@ class PhaseGuard:
 
     @property
     def is_over(self) -> bool:
-        """The lanes do nothing any more."""
+        """Nothing is launched on the lanes any more."""
         return self.closed or self.salvaged
 
     @property
@@ -89,7 +88,7 @@ class PhaseGuard:
 
 class StepGradients:
     """The gradients of the step in progress that have arrived: measured and clipped, read and
-    changed by the user's code. See [Note: Gradients of the user] in `engine.gradient_access`.
+    changed by the user's code. See [Note: Gradients of the user] in `engine.gradients`.
 
     Attributes:
         access: the user's views of them.
@@ -206,8 +205,8 @@ class StepGradients:
     def send(
         self, asker: str, max_norm: float | None = None, *, skip: bool = False
     ) -> Callable[[], Norm]:
-        """Wait for the squares of this engine, and send them to the others; see
-        `NormMeasure.send`."""
+        """Wait for this engine's sums of squares, and send them to the other engines of the model;
+        see `NormMeasure.send`."""
         counter = self.reports.counter
         return self.norm_measure.send(
             asker, counter.steps, counter.undecided_scale, max_norm, skip=skip
@@ -248,27 +247,25 @@ class Engine:
             program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
+        self._agreed_order: list[str] = []
+        """The order in which several ranks bring weights up."""
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
         self.casts: list[Removable] = []  # hooks, too, which another engine takes over
 
-    def _forward_order(self) -> list[Block]:
-        """Return the order in which weights go up: rank 0's, among ranks."""
-        if not self._ranks.is_single:
-            return self._agreed_order
-        # Blocks that forward has never entered come last.
-        blocks = self.residency.blocks.values()
-        return list(dict.fromkeys((*self.residency.forward_order, *blocks)))
-
-    @cached_property
-    def _agreed_order(self) -> list[Block]:
-        """A collective: the first step of several ranks agrees on it."""
-        blocks = [*self.residency.blocks.values()]
-        order = dict.fromkeys((*self.residency.forward_order, *blocks))
-        numbers = [blocks.index(block) for block in order]
-        agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-        return [blocks[int(number)] for number in agreed]
+    def _forward_order(self) -> list[str]:
+        """Return the blocks in the order in which their weights go up. Among ranks it is rank 0's,
+        on which all agree in the first step, in a collective."""
+        if not self._agreed_order:
+            # Blocks that forward has never entered come last.
+            names = [*self.residency.blocks]
+            order = list(dict.fromkeys([*(b.name for b in self.residency.forward_order), *names]))
+            if self._ranks.is_single:
+                return order
+            numbers = self._ranks.everyone.all_gather_host([*map(names.index, order)])[0]
+            self._agreed_order = [names[int(number)] for number in numbers]
+        return self._agreed_order
 
     @property
     def counter(self) -> StepCounter:
@@ -299,19 +296,15 @@ class Engine:
                 "clipped. Clip after the last backward of a step"
             )
         self.step_gradients.norm = None
-        arrival, complete = self.gradients.deliver(block, slot)
-        if arrival is GradStatus.AGAIN:
+        completed = self.gradients.deliver(block, slot)
+        if completed is None:
             self.program.grads_repeated(block.name)
-        elif (
-            arrival is GradStatus.COMPLETE
-            and self.program.mode.follows_backward
-            and self._has_stepped
-        ):
+        elif completed and self.program.mode.follows_backward and self._has_stepped:
             early = self._decision()
             # Modes that update early launch Adam here, concurrently with the rest of backward. Not
             # in the first step, whose backward shows which blocks deliver twice.
-            for completed in complete:
-                self._interpreter.run(self.program.grads_complete, completed.name, early)
+            for completed_block in completed:
+                self._interpreter.run(self.program.grads_complete, completed_block.name, early)
         # Mode "delayed": a block's new weights go up, concurrently with backward, once no graph
         # holds its old ones. Earlier they would overwrite what this backward still reads.
         for name in tuple(self.program.mode.waiting_for_graphs):
@@ -332,11 +325,6 @@ class Engine:
         with self._interpreter.lock, torch.no_grad(), past_the_class():
             return block.source.read(block, slot, in_graph=in_graph, in_forward=in_forward)
 
-    def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
-        """See `OffloadOptimizer.backward`."""
-        with self.micro_step():
-            self.scaled(loss, divide=divide).backward()
-
     def scaled(self, loss: torch.Tensor, *, divide: bool = True) -> torch.Tensor:
         """Return the loss divided by the number of microbatches, times the loss scale."""
         microbatches = self.program.spec.config.grad_accum_steps
@@ -346,7 +334,7 @@ class Engine:
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """See `OffloadOptimizer.micro_step`; of a loss that `scaled` has made."""
+        """See `OffloadOptimizer.micro_step`; the loss must come from `scaled`."""
         self.guard.require_open("backward")
         # A plain backward before this one may have left its micro-step open.
         self.gradients.end_micro_step()
@@ -423,7 +411,8 @@ class Engine:
         self._interpreter.run_update(self.program.flush)
 
     def detach_weights(self) -> None:
-        """The caller will set the state, and apart from it the weights that forward uses; waits."""
+        """Prepare for a caller that sets the state and, separately, the weights that forward uses;
+        waits until the lanes are empty."""
         self._interpreter.run_update(self.program.detach_weights)
         self.drain()
 
@@ -432,15 +421,19 @@ class Engine:
         self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
 
     def _launch_update(self, norm: Norm, *, skip: bool, clipped_to: float = math.inf) -> Decision:
-        """Decide the step, whose gradients may have been clipped; launch what is left of its
-        update, and the uploads."""
+        """Decide whether the step is skipped and how it is clipped; launch the rest of its update,
+        and the uploads.
+
+        Args:
+            clipped_to: the smallest norm that its gradients were clipped to before step().
+        """
         config = self.program.spec.config
         if config.clip_norm is not None and config.clip_norm < clipped_to:
             norm.clip(config.clip_norm)
         overflow = config.skip_nonfinite and not math.isfinite(norm.value)
         skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
-        order = [block.name for block in self._forward_order()]
+        order = self._forward_order()
         # From here on the step counts: the lanes, or `salvage`, will do it.
         self._interpreter.require_intact()
         self._interpreter.journal.decide()
@@ -456,7 +449,7 @@ class Engine:
         report = self.reports.report(norm, decision, micro_steps, self.program.speculation)
         self._has_stepped = True
         # The step is done and reported: raising before would have left it half done.
-        self.program.verify()
+        self.program.mode.verify()
         self.reports.end_step(report)
         return report
 
@@ -488,8 +481,8 @@ class Engine:
         self.guard.require_between_steps("replace the weights")
         self._interpreter.journal.forget()
         self.guard.delay_goes_on = delayed
-        set_ = self.program.resume_delay if delayed else self.program.upload_masters
-        self._interpreter.run_update(set_)
+        event = self.program.resume_delay if delayed else self.program.upload_masters
+        self._interpreter.run_update(event)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
         self.drain()
 
@@ -569,7 +562,7 @@ class Engine:
         with self._interpreter.lock:
             self.lanes.synchronize()
             self.program.synchronized()
-            self.functions.at_rest()
+            self.functions.disk.drop_checksums()
             self.residency.show_host_weights()
 
     def _begin_forward(self) -> ForwardHooks | None:

@@ -1,7 +1,7 @@
 """Answers what code asks an engine's parameters for: copies of them, their values, `.grad`.
 
 Copies and pickles of a model are made of the newest weights. For gradients see [Note: Gradients of
-the user] in `engine.gradient_access`. Some of torch's own files read `.grad` as the user's code
+the user] in `engine.gradients`. Some of torch's own files read `.grad` as the user's code
 does: its clipping, which Accelerate, Lightning and the Trainer call, and its gradient scaler. The
 others look whether there are gradients, and find none. torch's pipeline schedules divide `.grad` by
 the number of microbatches, and the zero-bubble ones put it together from two halves of a backward:
@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad
 from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.gradient_access import ClippedTogether, GradientAccessError
+from offloadtrain.engine.gradients import ClippedTogether, GradientAccessError
 from offloadtrain.engine.parameters import (
     ParameterWriteError,
     gradient_of,
@@ -110,7 +110,7 @@ class ParameterReaders:
         # A backward in progress may have the block in a slot.
         if not in_backward() and (owner := self._owner()) is not None:
             owner.synchronize()
-        return self._engine.residency.shows_host(self._places[param][0])
+        return self._places[param][0] in self._engine.residency.exposed
 
     def version_of(self, param: nn.Parameter) -> object:
         """See `Observer`."""

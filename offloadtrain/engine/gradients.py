@@ -1,4 +1,5 @@
-"""Gradients as autograd delivers them: the completion of each block, and its way down.
+"""The gradients of a step: each block's way from autograd to where its state is, and what user code
+reads and changes of them before `step()`.
 
 [Note: Micro-steps]
 A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
@@ -19,44 +20,67 @@ sends zeros at the end. After the first micro-step ranks also agree on the block
 twice.
 
 [Note: Before a gather]
-In ZeRO stage 3 backward gathers weights, too, on the same lane: reduce-scatters must stand between
-the same all-gathers on every rank. A block is never complete on a rank whose tokens reach some of
-its experts only. So in front of every gather a block is sent as it is once backward has passed it:
-autograd runs nodes in the reverse of the order in which they were made, so nothing is to come for a
-block whose first forward began later than that of the block which backward has come to. On the
-ranks where it is complete it has been sent since the gather before. `InFlight` keeps the forwards
-whose backward is to come.
+In ZeRO stage 3 backward also gathers weights, on the lane of the reduce-scatters, and every rank
+must launch both in one order. A block is never complete on a rank whose tokens reach only some of
+its experts. So before each gather, the blocks that backward has passed are sent as they are.
+Autograd runs nodes in the reverse of the order in which forward made them: a block whose first
+forward began after that of the block to be gathered gets no more gradients. The ranks on which it
+is complete have sent it after the gather before this one. `InFlight` keeps the clocks of forwards
+whose backward has not run.
+
+[Note: Gradients of the user]
+Backward takes gradients from `.grad` and brings them to the memory that Adam will read: on the
+host, or on the device if the state or the sums are there. Until `step()` that memory *is* the
+gradient of the user: `.grad` returns a `GradientView` of it. Making a view moves no bytes and waits
+for nothing. The first function of torch that reads it waits until the lanes are empty. Adam reads
+what code has written into it, so `step()` measures the norms of gradients that were used again, and
+copies their sums on the device to the host again.
+
+From `step()` on other operations use the memory. Views that code has stored get memory of their own
+then, with the values that they had.
+
+Gradients that code puts into `.grad` where backward has delivered none (`torch.autograd.grad`,
+gradients per sample, surgery) stay there, and `step()` sends them as it sends those of a backward.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import takewhile
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Delivered, Slot
+from offloadtrain.engine.bucket import Bucket, Delivered, Slot
 from offloadtrain.engine.interpreter import Functions, Interpreter
-from offloadtrain.engine.parameters import gradient_of, take_gradients
+from offloadtrain.engine.parameters import (
+    WITHOUT_VALUES,
+    gradient_of,
+    past_the_class,
+    shares_memory,
+    take_gradients,
+)
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import LocalPart
 from offloadtrain.step.program.program import Program
 
 
 class InFlight:
-    """Tells when blocks were read in the forward whose backward runs.
+    """Tells when each block was read in the forwards that the backward in progress belongs to.
 
-    As a rule that is any forward since the last micro-step, as one backward may be of several. In a
-    pipeline microbatches are forward before the backward of earlier ones, in order: each has clocks
-    of its own, since a block's first forward of all says nothing of the others.
+    Outside of pipelines these are all forwards since the last micro-step: one backward may run over
+    several. In a pipeline the forwards of later microbatches run before this backward. Backwards
+    come in the order of the forwards, so the clocks of each forward are kept until its backward.
     """
 
     def __init__(self, blocks: Sequence[Block], *, in_order: bool) -> None:
@@ -78,22 +102,25 @@ class InFlight:
             self._earlier.append(
                 {block: (block.clock.first, block.clock.last) for block in self._blocks}
             )
-        self._forget()
+            for block in self._blocks:
+                block.clock.first = 0
 
     def clocks(self, block: Block) -> tuple[int, int]:
         """Return when the block was first and last read; (0, …): not at all."""
         return self._earlier[0][block] if self._earlier else (block.clock.first, block.clock.last)
 
     def backward_ends(self) -> None:
+        """The backward of the oldest forward without one is over."""
         if self._earlier:
             self._earlier.popleft()
-        else:
-            self._forget()
+            return
+        for block in self._blocks:
+            block.clock.first = 0
 
     def drop(self) -> None:
         """No backward is to come."""
         self._earlier.clear()
-        self._forget()
+        self.backward_ends()
 
     def will_deliver(self, trained: Sequence[Block]) -> bool:
         """Tell whether the backward in progress is a plain one of this model: it reaches parameters
@@ -108,75 +135,46 @@ class InFlight:
         self._foreign_task = task
         return False
 
-    def _forget(self) -> None:
-        for block in self._blocks:
-            block.clock.first = 0
-
 
 _T = TypeVar("_T")
 
 
 class ReduceOrder(Generic[_T]):
-    """The order in which blocks send their gradients. Several ranks have one order for all of them,
-    and a block that is ready before its turn waits.
+    """The order in which several ranks send the gradients of their blocks; a block that is ready
+    before its turn waits.
 
     Attributes:
+        order: of all blocks that have a turn.
         ready_blocks: blocks in the order in which they became ready in this pass.
     """
 
-    def __init__(self, order: Sequence[_T], *, free: bool) -> None:
-        """`free`: every block is sent as soon as it is ready."""
-        self._order = list(order)
-        self._free = free
+    def __init__(self, order: Sequence[_T]) -> None:
+        self.order = order
         self._next = 0
         self.ready_blocks: dict[_T, None] = {}
 
     def ready(self, block: _T) -> list[_T]:
         """Return the blocks to send, in order, now that `block` is ready."""
         self.ready_blocks[block] = None
-        if self._free:
-            return [block]
         # A ready block is held back until all before it are sent: ranks match collectives by their
         # order, and another one would sum gradients of different blocks.
-        due = list(takewhile(lambda b: b in self.ready_blocks, self._order[self._next :]))
+        due = list(takewhile(lambda b: b in self.ready_blocks, self.remaining))
         self._next += len(due)
         return due
 
     @property
-    def awaited(self) -> _T | None:
-        """The block whose turn it is, which is not ready; None if all were sent, or every block is
-        sent as soon as it is ready."""
-        return None if self._free or self._next == len(self._order) else self._order[self._next]
-
-    def remaining(self) -> list[_T]:
-        """Return the blocks that were not sent in this pass, in order."""
-        if self._free:
-            return [block for block in self._order if block not in self.ready_blocks]
-        return self._order[self._next :]
+    def remaining(self) -> Sequence[_T]:
+        """The blocks that were not sent in this pass, in order: the first one's turn it is."""
+        return self.order[self._next :]
 
     def restart(self) -> None:
         """A pass has ended."""
         self._next = 0
         self.ready_blocks = {}
 
-    def agree(self, order: Sequence[_T]) -> None:
-        """Set the order, from the next pass on."""
-        self._order = list(order)
-
 
 class GradientError(OffloadTrainError):
     """A gradient arrived that cannot be used, or at a moment when it cannot."""
-
-
-class GradStatus(Enum):
-    """The status of the block's gradient of the step, after one delivery."""
-
-    PART = auto()
-    """More is to come."""
-    COMPLETE = auto()
-    """It is whole; its copy to the host and its norm there are launched."""
-    AGAIN = auto()
-    """It was sent as complete in this backward, and was not."""
 
 
 @dataclass(slots=True)
@@ -219,7 +217,8 @@ class Gradients:
             block: _Delivery(sum(len(bucket.slots) for bucket in block.buckets)) for block in blocks
         }
         self._trained = [block for block in blocks if block.buckets]
-        self._turns = ReduceOrder(self._trained[::-1], free=ranks.is_single)
+        self._turns = None if ranks.is_single else ReduceOrder(self._trained[::-1])
+        """None: every block is sent as soon as it is ready."""
         self._agreed = ranks.is_single
         self._in_flight = InFlight(blocks, in_order=in_order)
         self.micro_steps = 0
@@ -231,11 +230,12 @@ class Gradients:
         self.in_explicit_backward = False
         """`optimizer.backward` runs, whose micro-step may not have delivered anything yet."""
 
-    def deliver(self, block: Block, slot: Slot) -> tuple[GradStatus, list[Block]]:
+    def deliver(self, block: Block, slot: Slot) -> list[Block] | None:
         """Autograd has put a gradient into `slot.param.grad`.
 
         Returns:
-            The block's status, and the blocks whose gradient of the step is now complete.
+            The blocks whose gradient of the step is now complete; None if this one comes after
+            those of the block were sent.
 
         Raises:
             GradientError: for one backward too many, or a sparse gradient or one of another shape.
@@ -251,17 +251,23 @@ class Gradients:
         delivery.arrived += 1
         # The block's gradients have left: this one stays in `.grad` until the micro-step ends.
         if delivery.is_sent:
-            self._check_twice(block)
+            if self._agreed and self._turns is not None:
+                raise GradientError(
+                    f"block '{block.name}' received a second gradient in one backward, which it "
+                    f"did not in the first one: with {self._ranks.size} ranks the order of their "
+                    "sums is fixed by then. Use recompute with use_reentrant=False, or let the "
+                    "first backward take every path of the model"
+                )
             delivery.is_sent_late = True
-            return GradStatus.AGAIN, []
+            return None
         # Sent as soon as it is complete, so that gather, copy and norm run concurrently with the
         # rest of backward.
         if delivery.arrived < delivery.expected or delivery.is_sent_late:
-            return GradStatus.PART, []
-        due = self._turns.ready(block)
+            return []
+        due = [block] if self._turns is None else self._turns.ready(block)
         for ready_block in due:
             self._take(ready_block)
-        return (GradStatus.COMPLETE, due) if due and self._in_last else (GradStatus.PART, [])
+        return due if self._in_last else []
 
     def begin_root_forward(self) -> None:
         """A forward of the model begins that is not part of a backward."""
@@ -277,7 +283,9 @@ class Gradients:
                 gradient may be next.
         """
         clock = clock if again is None else self._in_flight.clocks(again)[1]
-        while (block := self._turns.awaited) is not None:
+        assert self._turns is not None, "a single rank gathers nothing"
+        while self._turns.remaining:
+            block = self._turns.remaining[0]
             # A block that no forward of this rank has entered stays on the device: every rank
             # gathers the others.
             first, _ = self._in_flight.clocks(block)
@@ -308,22 +316,17 @@ class Gradients:
         if not self.open:
             return
         # The other ranks reduce these blocks: this one must launch the same collectives.
-        for block in self._turns.remaining():
-            self._take(block)
+        for block in self._trained[::-1] if self._turns is None else self._turns.order:
+            if not self._deliveries[block].is_sent:
+                self._take(block)
         if self._agreed:
             for block in self._trained:
                 if self._deliveries[block].is_sent_late:
                     self._take(block)
         else:
             self._agree()
-        # Graphs that are still alive hold handles: their backward spans end here, or their reads
-        # would reach into step(), which uploads new weights.
-        for block in self._blocks:
-            if block.graphs.spans:
-                block.graphs.end()
-        self._reset_deliveries()
         self._in_flight.backward_ends()
-        self.open = False
+        self._close()
         self.micro_steps += 1
 
     def take_assigned(self) -> None:
@@ -353,15 +356,11 @@ class Gradients:
         """Forget every gradient since the last step; `in_flight`: no backward is to come."""
         # Gradients not sent down go back to the allocator, in the order of compute.
         self._functions.delivered = {}
-        for block in self._blocks:
-            if block.graphs.spans:
-                block.graphs.end()
-            for bucket in block.buckets:
-                take_gradients(bucket.params)
-        self._reset_deliveries()
+        for bucket in (bucket for block in self._trained for bucket in block.buckets):
+            take_gradients(bucket.params)
         if in_flight:
             self._in_flight.drop()
-        self.open = False
+        self._close()
         self.micro_steps = 0
 
     def _begin(self) -> None:
@@ -373,18 +372,10 @@ class Gradients:
             )
         self.open = True
 
-    def _check_twice(self, block: Block) -> None:
-        if self._agreed and not self._ranks.is_single:
-            raise GradientError(
-                f"block '{block.name}' received a second gradient in one backward, which it did "
-                f"not in the first one: with {self._ranks.size} ranks the order of their sums is "
-                "fixed by then. Use recompute with use_reentrant=False, or let the first backward "
-                "take every path of the model"
-            )
-
     def _agree(self) -> None:
         """At the end of the first micro-step: all ranks take rank 0's order, and a block that has
         delivered twice on any rank is sent late on all of them."""
+        assert self._turns is not None, "a single rank has nothing to agree on"
         self._agreed, count = True, len(self._trained)
         place = {block: float(number) for number, block in enumerate(self._turns.ready_blocks)}
         places = [place.get(block, float(count)) for block in self._trained]
@@ -398,12 +389,19 @@ class Gradients:
                 self._deliveries[block].is_sent_late = True
                 self._take(block)
         order = sorted(range(count), key=lambda number: (first[number], -number))
-        self._turns.agree([self._trained[number] for number in order if not late[number]])
+        self._turns.order = [self._trained[number] for number in order if not late[number]]
 
-    def _reset_deliveries(self) -> None:
-        for delivery in self._deliveries.values():
+    def _close(self) -> None:
+        """No backward is in progress."""
+        # Graphs that are still alive hold handles: their backward spans end here, or their reads
+        # would reach into step(), which uploads new weights.
+        for block, delivery in self._deliveries.items():
+            if block.graphs.spans:
+                block.graphs.end()
             delivery.arrived, delivery.is_sent = 0, False
-        self._turns.restart()
+        if self._turns is not None:
+            self._turns.restart()
+        self.open = False
 
     def _take(self, block: Block) -> None:
         """Send the gradients that the block's parameters hold down, and free them on the device.
@@ -445,3 +443,182 @@ def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:
         "at offload(), which fixes the layout of host memory: close() the optimizer, resize "
         "the model (resize_token_embeddings, …), and offload it again"
     )
+
+
+class GradientAccessError(OffloadTrainError, AttributeError):
+    """`.grad` cannot show this gradient. `hasattr` and `getattr` with a default see none."""
+
+
+class GradientView(Tensor):
+    """A view of a gradient in the memory that Adam will read.
+
+    Its device is that of this memory. In a function with tensors of another device it takes part as
+    a copy on that device, which is copied back if the function has written into it.
+    """
+
+    access: GradientAccess
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in WITHOUT_VALUES:
+            with past_the_class():
+                return func(*args, **kwargs)
+        views: list[GradientView] = []
+        plain: list[Tensor] = []
+        moved: list[tuple[Tensor, Tensor, int]] = []
+        with past_the_class():
+            leaves = tree_leaves((args, kwargs))
+            devices = (
+                x.device for x in leaves if isinstance(x, Tensor) and type(x) is not GradientView
+            )
+            # Of tensors that are no views of gradients, if it is not the host.
+            device = next((device for device in devices if device.type != "cpu"), None)
+
+            def readable(view: GradientView) -> Tensor:
+                view.access.begin_use()
+                views.append(view)
+                plain.append(tensor := view.as_subclass(Tensor))
+                if device is None or device == tensor.device:
+                    return tensor
+                copied = tensor.to(device)
+                moved.append((tensor, copied, copied._version))
+                return copied
+
+            args, kwargs = tree_map_only(GradientView, readable, (args, kwargs))
+        result = func(*args, **kwargs)
+        if func in _TO_NUMPY:
+            # A view would show the next step's gradients, and nobody would notice writes.
+            array = result.copy()
+            array.flags.writeable = False
+            return array
+        for tensor, copied, version in moved:
+            if copied._version != version:
+                tensor.copy_(copied)
+            if result is copied:  # the function writes in place
+                result = tensor
+
+        def view_again(value: Tensor) -> Tensor:
+            pairs = zip(views, plain, strict=True)
+            of = next((view for view, x in pairs if shares_memory(value, x)), None)
+            return value if of is None else of.access.view(value)
+
+        # Every tensor of this memory is known, as all of them lose it with the step.
+        return tree_map_only(Tensor, view_again, result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.clone())  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+_TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
+
+
+class ClippedTogether(Tensor):
+    """Stands for the gradients of all parameters in `torch.nn.utils.clip_grad_norm_`: one element,
+    their norm. The factor that torch multiplies it by is the clip coefficient of the step."""
+
+    on_factor: Callable[[float], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.mul_, torch._foreach_mul_):
+            tree_leaves(args[0])[0].on_factor(float(args[1]))
+        with past_the_class():
+            return func(*args, **kwargs or {})
+
+
+class GradientAccess:
+    """Hands the gradients of one engine's step out, and knows which of them may have changed."""
+
+    def __init__(self, program: Program, settle: Callable[[], None]) -> None:
+        """`settle`: waits until the gradients are in their memory, as the user may read them; a
+        method of an object that is not kept alive."""
+        self._program, self._settle_ref = program, weakref.WeakMethod(settle)
+        self._views: dict[Slot, GradientView] = {}
+        self._handed_out: set[str] = set()
+        """Names of the buckets of `_views`."""
+        self.has_assigned = False
+        """Code has put gradients into `.grad` that step() has to send."""
+        self.clipped_to = math.inf
+        """The smallest norm that this step's gradients were clipped to."""
+        self.emptied: set[Slot] = set()
+        """Parameters whose gradient was set to None in this step."""
+        self._is_used = False
+        """A function has read or written a view since the last measurement."""
+        self._alive = WeakIdKeyDictionary()
+        """Every view that somebody refers to."""
+
+    def has_left(self, bucket: Bucket) -> bool:
+        """Tell whether gradients of the step have left the `.grad` of this bucket's parameters."""
+        return bucket.is_trained and self._program.buckets[bucket.name].gradient.touched
+
+    def shows(self, bucket: Bucket) -> bool:
+        """Tell whether `of` can view gradients: neither in shards nor on the disk."""
+        gradient = self._program.buckets[bucket.name].gradient
+        return self._program.spec.is_single and gradient.file is None
+
+    def of(self, bucket: Bucket, slot: Slot) -> GradientView:
+        """Return the view of a parameter's gradient, which has left."""
+        if slot not in self._views:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._views[slot] = self.view(slot.view(self._flat(bucket)))
+            self._handed_out.add(bucket.name)
+        return self._views[slot]
+
+    def copy(self, bucket: Bucket, slot: Slot, ranks: int) -> Tensor:
+        """Copy a parameter's gradient, the mean over `ranks`, to the host, where it is measured. A
+        collective of the ranks that share it."""
+        gradient = self._program.buckets[bucket.name].gradient
+        shard = bucket.memory[(gradient.file or gradient.adding).key].flat
+        lo, hi = bucket.piece(slot)
+        start = slot.offset + lo - bucket.lo if lo < hi else 0
+        mean = shard[start : start + hi - lo] / ranks
+        return bucket.assembled(slot, mean.to("cpu", torch.float32))
+
+    def view(self, tensor: Tensor) -> GradientView:
+        """Make a view of a tensor that lies in the memory of gradients."""
+        # Whatever mode the caller is in: autograd refuses writes into views made without gradients.
+        with torch.inference_mode(False), torch.enable_grad(), past_the_class():
+            view: GradientView = tensor.detach().as_subclass(GradientView)
+        view.access = self
+        self._alive[view] = None
+        return view
+
+    def multiply(self, bucket: Bucket, factor: float) -> None:
+        """Multiply the gradients of a bucket, which have left, in their memory."""
+        self._flat(bucket).mul_(factor)
+        self._handed_out.add(bucket.name)
+
+    def _flat(self, bucket: Bucket) -> Tensor:
+        summed = self._program.buckets[bucket.name].gradient.summed
+        return bucket.memory[summed.key].flat
+
+    def begin_use(self) -> None:
+        """A function is about to read or write views."""
+        if (settle := self._settle_ref()) is not None:
+            settle()
+        self._is_used = True
+
+    def take_changed(self) -> set[str]:
+        """Return the buckets whose gradients may have changed since the last call."""
+        used, self._is_used = self._is_used, False
+        return self._handed_out if used else set()
+
+    def end_step(self) -> None:
+        """The memory is about to be used again: stored views get memory of their own."""
+        self._handed_out, self.clipped_to = set(), math.inf
+        self.emptied.clear()
+        if self._views:
+            self._views.clear()
+            with torch.no_grad(), past_the_class():
+                for view in list(self._alive):
+                    view.data = view.detach().clone()
+                    view.__class__ = Tensor
+            self._alive.clear()

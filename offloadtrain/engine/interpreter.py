@@ -43,7 +43,6 @@ from offloadtrain.runtime.lanes import HostProgress, Lanes, Range, copy, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.runtime.process_group import ALONE, LostRankError, Ranks, is_of_exchange
 from offloadtrain.runtime.tensor_parts import local
-from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.operations import (
     Allocate,
     Free,
@@ -77,7 +76,7 @@ class _Adam:
     Attributes:
         number: its place among the operations of the host lane, 1-based.
         run: calls it with its operands.
-        decided: the state takes it: in place, its step is decided; out of place, the copies of the
+        decided: its result counts: in place, its step is decided; out of place, the copies of the
             state are swapped.
     """
 
@@ -88,7 +87,7 @@ class _Adam:
     decided: bool
 
     def is_over(self, ended: int) -> bool:
-        """Tell whether it has run, and nothing can make a difference any more."""
+        """Tell whether it has run and counts, so that a failure changes nothing about it."""
         return self.number <= ended and (self.decided or not self.in_place)
 
 
@@ -97,19 +96,16 @@ class UpdateJournal:
 
     def __init__(self) -> None:
         self._open: deque[_Adam] = deque()
-        self._unlaunched: Sequence[Operation] = ()
-        self._of_matrices: set[str] = set()
+        self.unlaunched: Sequence[Operation] = ()
+        """Operations of a decided step that will not be launched."""
+        self.of_matrices: set[str] = set()
         """Buckets whose Adam needs what the device has computed."""
-
-    def needs_device(self, bucket: str) -> None:
-        """The bucket's Adam comes after the device's part of its update."""
-        self._of_matrices.add(bucket)
 
     def launches(self, op: Launch, run: Call, progress: HostProgress, *, decided: bool) -> None:
         """Adam is about to be launched on the host lane.
 
         Args:
-            decided: its step is.
+            decided: its step is decided.
         """
         assert op.update is not None
         # In order: what is after one that has not run has not run either.
@@ -135,10 +131,6 @@ class UpdateJournal:
         """The lanes are empty, and the whole state was set anew."""
         self._open.clear()
 
-    def cut(self, unlaunched: Sequence[Operation]) -> None:
-        """These operations of a decided step will not be launched."""
-        self._unlaunched = unlaunched
-
     def finish(
         self,
         progress: HostProgress,
@@ -156,7 +148,7 @@ class UpdateJournal:
         """
         self._check(progress)
         remaining: list[Call] = []
-        for op in self._unlaunched:
+        for op in self.unlaunched:
             if isinstance(op, Swap):
                 self.swapped(op.bucket)
                 swap(op)
@@ -166,7 +158,7 @@ class UpdateJournal:
         for run in (*(update.run for update in missing if update.decided), *remaining):
             run()
         self._open.clear()
-        self._unlaunched = ()
+        self.unlaunched = ()
 
     def _check(self, progress: HostProgress) -> None:
         in_place = [update for update in self._open if update.in_place]
@@ -183,10 +175,10 @@ class UpdateJournal:
             if update.decided and update.number > progress.ended
         ]
         kinds = (Kind.DIRECTION, Kind.ADAM)
-        unlaunched = [op for op in self._unlaunched if isinstance(op, Launch) and op.kind in kinds]
+        unlaunched = [op for op in self.unlaunched if isinstance(op, Launch) and op.kind in kinds]
         pending += [op.owner for op in unlaunched]
-        self._of_matrices.update(op.owner for op in unlaunched if op.kind is Kind.DIRECTION)
-        if lost := self._of_matrices.intersection(pending):
+        self.of_matrices.update(op.owner for op in unlaunched if op.kind is Kind.DIRECTION)
+        if lost := self.of_matrices.intersection(pending):
             raise SalvageError(
                 f"the update of {len(lost)} buckets of matrices was decided, and the device has "
                 "not orthogonalized them: the state is between two steps. Go on from a checkpoint"
@@ -234,6 +226,7 @@ class Functions:
         seed: that of stochastic rounding.
         writer: takes what the next launches of `WRITE` read.
         digests: of the collectives, and of weights that the user has written.
+        disk: moves state, gradients and weights between their file and host memory.
     """
 
     def __init__(
@@ -248,8 +241,7 @@ class Functions:
         seed: int,
         parts: Ranks = ALONE,
     ) -> None:
-        """`disk`: moves state, gradients and weights between their file and host memory. `parts`:
-        the ranks that keep the other parts of block inputs."""
+        """`parts`: the ranks that keep the other parts of block inputs."""
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
@@ -257,7 +249,7 @@ class Functions:
         self._buckets = {bucket.name: bucket for bucket in buckets}
         self._lanes = lanes
         self._ranks = ranks
-        self._disk = disk
+        self.disk = disk
         self._parts = parts
         self.rules = rules
         self.groups = groups
@@ -274,8 +266,12 @@ class Functions:
             Kind.ALL_GATHER: self._collective,
             Kind.ROUND_SUM: self._round_sum,
             Kind.WRITE: self._write,
-            **dict.fromkeys(_FROM_DISK, lambda _: disk.read),
-            **dict.fromkeys(_TO_DISK, lambda _: disk.write),
+            Kind.READ_STATE: lambda _: disk.read,
+            Kind.READ_GRADIENT: lambda _: disk.read,
+            Kind.READ_WEIGHTS: lambda _: disk.read,
+            Kind.WRITE_STATE: lambda _: disk.write,
+            Kind.WRITE_GRADIENT: lambda _: disk.write,
+            Kind.WRITE_WEIGHTS: lambda _: disk.write,
             Kind.ACCUMULATE: self._accumulate,
             Kind.NORM: self._norm,
             Kind.NO_GRADIENT: lambda _: KernelCalls(kernels.zero, keeps=True),
@@ -312,11 +308,6 @@ class Functions:
         """Return those of every group, as they are now."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
 
-    def hand_out(self, bucket: Bucket, views: Mapping[str, Tensor]) -> None:
-        """The user gets these views of a bucket's state, and may write to them."""
-        if bucket.state_kind is Memory.STATE_FILE:
-            self._disk.hand_out(views.values())
-
     @contextmanager
     def average(self, update: Callable[..., None]) -> Iterator[None]:
         """Launches of `AVERAGE` inside call `update` with the name and the state of their bucket.
@@ -324,10 +315,6 @@ class Functions:
         self._makers[Kind.AVERAGE] = lambda op: partial(update, op.owner)
         yield
         del self._makers[Kind.AVERAGE]
-
-    def at_rest(self) -> None:
-        """The lanes are empty, and the caller may write to state, gradients and weights."""
-        self._disk.drop_checksums()
 
     def _gather(self, op: Launch) -> Function:
         """Make a flat copy of the gradients, zero where there is none, each rank's part after the
@@ -576,19 +563,11 @@ def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
     return flat
 
 
-def _add(staged: Tensor, grad: Tensor) -> None:
-    grad.add_(staged)
-
-
 def _spill(*views: Tensor) -> None:
     """Copy each of the first half of the views to its place in the second."""
     half = len(views) // 2
     for source, target in zip(views[:half], views[half:], strict=True):
         kernels.copy(source, target)
-
-
-def _round(wide: Tensor, narrow: Tensor) -> None:
-    narrow.copy_(wide)
 
 
 _ROUNDED_AT_ONCE = 16 << 20
@@ -597,14 +576,12 @@ _ROUNDED_AT_ONCE = 16 << 20
 _CAPTURED = frozenset({Kind.ACCUMULATE, Kind.NORM, Kind.NO_GRADIENT, Kind.CAST, Kind.PUBLISH})
 """Kinds whose launches repeat over a few sets of operands."""
 
-_FROM_DISK = (Kind.READ_STATE, Kind.READ_GRADIENT, Kind.READ_WEIGHTS)
-_TO_DISK = (Kind.WRITE_STATE, Kind.WRITE_GRADIENT, Kind.WRITE_WEIGHTS)
 _ALIKE: dict[Kind, Function] = {
-    Kind.ROUND: _round,
+    Kind.ROUND: lambda wide, narrow: narrow.copy_(wide),
     Kind.GRAD_DOWN: copy,
     Kind.COPY: copy,
     Kind.NORMS_DOWN: copy,
-    Kind.ADD: _add,
+    Kind.ADD: lambda staged, grad: grad.add_(staged),
     Kind.MATRIX_UP: copy,
     Kind.MATRIX_DOWN: copy,
     Kind.WEIGHTS_UP: copy,
@@ -638,14 +615,14 @@ class Interpreter:
         lanes: Lanes,
         memory: Ranges,
         functions: Functions,
-        changes: Mapping[type[Operation], Callable[[Any], None]],
+        change: Callable[[Operation], None],
         *,
         describe_lost_rank: Callable[[str], str] = str,
         unsalvageable: str = "",
     ) -> None:
         """
         Args:
-            changes: operations that change where weights and state are → what carries them out.
+            change: carries out an operation that changes where weights and state are.
             describe_lost_rank: from the name of an exchange that has failed to the message.
             unsalvageable: why no update can be finished without the device; "": it can.
         """
@@ -653,7 +630,7 @@ class Interpreter:
         self._lanes = lanes
         self._memory = memory
         self._functions = functions
-        self._changes, self._describe_lost_rank = changes, describe_lost_rank
+        self._change, self._describe_lost_rank = change, describe_lost_rank
         self._updating = False
         self.lock = RLock()
         self.journal = UpdateJournal()
@@ -715,12 +692,12 @@ class Interpreter:
                         self.journal.swapped(op.bucket)
                     # Parameters change their views when the operations are launched, not when the
                     # lanes run them. Compute waits for the load before it reads a new view.
-                    self._changes[type(op)](op)
+                    self._change(op)
         # Waits and records may be missing from here on: what is launched next could race.
         except BaseException as error:
             self.failure, self.is_inconsistent = error, updates
             if updates:
-                self.journal.cut(tuple(todo))
+                self.journal.unlaunched = tuple(todo)
             raise
 
     def require_intact(self) -> None:
@@ -745,7 +722,7 @@ class Interpreter:
         self.failure, self.is_inconsistent = self.failure or failure, True
         # Waits for the host lane alone: its last operation may still write the state.
         self._lanes.abandon()
-        self.journal.finish(self._lanes.host_progress(), self._call_of, self._changes[Swap])
+        self.journal.finish(self._lanes.host_progress(), self._call_of, self._change)
 
     def _launch(self, op: Launch) -> None:
         lookup = self._memory.__getitem__
@@ -753,7 +730,7 @@ class Interpreter:
         function = self._functions.of(op)
         # Updates on the device are lost with it: the journal is of those that outlive it.
         if op.kind is Kind.DIRECTION and op.lane is Lane.HOST:
-            self.journal.needs_device(op.owner)
+            self.journal.of_matrices.add(op.owner)
         if op.kind is Kind.ADAM and op.lane is Lane.HOST:
             progress, call = self._lanes.host_progress(), partial(_call, function, reads, writes)
             self.journal.launches(op, call, progress, decided=self._updating)

@@ -113,7 +113,8 @@ class NormMeasure:
                 self._usages.setdefault(bucket.sharers, []).append(entry)
         self._written: dict[str, int] = {}
         """Weights that this rank was given since the step before → checksums."""
-        self._exchange.join(self)
+        if self._exchange is not None:
+            self._exchange.join(self)
 
     @property
     def counts(self) -> list[float]:
@@ -148,14 +149,21 @@ class NormMeasure:
                 f"{asker}() without a backward: no parameter of the model has received a gradient "
                 "since the last step"
             )
-        receive = self._exchange.send(self, [step_count, digest(max_norm), float(skip)])
+        intent = [step_count, digest(max_norm), float(skip)]
+        if self._exchange is None:
+            measured_here = self.measure_local(intent)
+        else:
+            receive = self._exchange.send(self, intent)
 
         def norm() -> Norm:
-            measured = receive()
+            measured = measured_here if self._exchange is None else receive()
             self.check_ranks(self.ranks, measured.intents, step_count)
             scale = loss_scale * self.ranks.everyone.size
-            norms = [math.sqrt(squares) / scale for squares in measured.of_parameter]
-            return Norm(math.sqrt(measured.squares) / scale, measured.nonfinite, norms)
+            norms, total = [], 0.0
+            for squares in measured.of_parameter:  # added in the order of the model
+                norms.append(math.sqrt(squares) / scale)
+                total += squares
+            return Norm(math.sqrt(total) / scale, measured.nonfinite, norms)
 
         return norm
 
@@ -218,7 +226,8 @@ class NormMeasure:
         if not self.ranks.is_single:
             rows = self.ranks.everyone.all_gather_host(self._intent(intent))
             self.check_ranks(self.ranks.everyone, rows, step_count)
-        self._exchange.compare(self, intent)
+        if self._exchange is not None:
+            self._exchange.compare(self, intent)
 
     def check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None:
         """Raises RankError unless all of `ranks` are about to do the same."""

@@ -20,11 +20,7 @@ from offloadtrain.engine.autograd.float8 import converted_layers
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.bucket import dense_stride
 from offloadtrain.engine.build import Release, Resources, build, lay_out, make_blocks
-from offloadtrain.engine.checks import (
-    check_model,
-    offloaded,
-    warn_of_local_norm,
-)
+from offloadtrain.engine.checks import check_model, offloaded, warn_of_local_norm
 from offloadtrain.engine.division import Division, SplitSteps
 from offloadtrain.engine.engine import Engine, hook_parameters
 from offloadtrain.engine.evaluations import check_evaluations, eager
@@ -58,7 +54,7 @@ from offloadtrain.runtime.arena import Arena, Ledger, with_own_storage
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.lanes import Lanes
-from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.buffers import BufferSpec, Memory
 from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
@@ -80,9 +76,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     """
 
     _split: SplitSteps | None = None
-    """What ends the steps, each in several moments, in the place of `step`."""
+    """Ends the steps in place of `step()`, each in several calls."""
     _warned: frozenset[str] = frozenset()
-    """Names of the warnings that it has given, each once."""
+    """Names of the warnings that were logged: each is logged once."""
 
     def __init__(
         self,
@@ -103,12 +99,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         rules = [rule_of(rule, group) for group in self.param_groups]
         self._promotion = Promotion(config, rules, device, division)
         self._missed: dict[nn.Parameter, int] = {}
-        """Parameter → steps of the run that it has not made, of those that came later."""
+        """Parameter that was added or unfrozen during the run → steps that it has missed."""
         self._frozen_state: dict[nn.Parameter, list[Tensor]] = {}
         """Frozen parameter → the memory of its state."""
         self.averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.saved_averages: list[Mapping[str, Any]] = []
-        """Averages (`EMA`) in the order in which they were made; state of those to be made."""
+        """Averages (`EMA`) in the order of their creation; loaded state of later ones."""
         ledger = ledger or Ledger()
         arena = Arena(ledger, pin=config.memory.pin and device.type == "cuda")
         lanes.loads_cross_bus = config.weights.offloaded
@@ -149,12 +145,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._engine.casts += layers
 
     def _start(self, casts: list[Removable] | None = None) -> None:
-        """Upload the weights, and put everything on the model that belongs to the engine; `casts`:
-        those that are there."""
+        """Upload the weights and attach the engine's hooks to the model; `casts`: the hooks that
+        cast inputs, if they are attached already."""
         self._release.engine = weakref.ref(self._engine)
         self._engine.lanes.copies_block = self.device.type == "cuda" and not self.pinned
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        self._seal = ParameterGuard(self.model)
+        self._parameter_guard = ParameterGuard(self.model)
         counter = self._engine.counter
         counter.shown = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
         counter.count_from(counter.steps)
@@ -263,7 +259,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             EngineError, GradientError: out of turn, or a gradient that cannot be used. After any
                 exception the gradients of the step are dropped.
         """
-        self._engine.backward(loss, divide=divide)
+        with self._engine.micro_step():
+            self._engine.scaled(loss, divide=divide).backward()
 
     def scaled(self, loss: Tensor, *, divide: bool = True) -> Tensor:
         """Return the loss as `backward` differentiates it, see there; for `micro_step`."""
@@ -380,11 +377,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             return loss
         self._check()
         self._engine.step(skip=skip)
-        self._move_state(self._promotion.after_step(self._engine))
+        if self._promotion.is_active:
+            self._move_state(self._promotion.after_step(self._engine))
         return loss
 
     def split(self, make: Callable[[Engine, Callable[[], None]], _S]) -> _S:
-        """Let another object end the steps, each in several moments.
+        """Let another object end the steps, each in several calls.
 
         Args:
             make: makes it of the engine, and a function that raises where the model or a
@@ -410,7 +408,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if self.phase is not Phase.CLOSED and not (self._prepared and self._accumulating):
             self._engine.drop_gradients()
-            if not self._seal.is_retrained():
+            if not self._parameter_guard.is_retrained():
                 self._move_state(self._promotion.after_drop(self._engine))
 
     @torch.no_grad()
@@ -428,7 +426,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.settle()
         if params is not None and self.phase is Phase.FORWARD:
             self._follow()  # they may have been unfrozen just now
-        self._engine.program.before_masters_change()
+        self._engine.program.mode.before_masters_change()
         slots = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         for param in slots if params is None else params:
             if param not in slots:
@@ -576,7 +574,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             with torch.inference_mode(False):
                 self.take_over_writes()
         is_same = self._engine.functions.groups is self.param_groups
-        if is_same and not self._seal.is_retrained():
+        if is_same and not self._parameter_guard.is_retrained():
             return None
         # A model that is frozen as a whole is not trained for a while: the critic of a GAN, in the
         # steps of its generator.
@@ -717,7 +715,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             offloaded.pop(self.model, None)
 
     def _check(self) -> None:
-        self._seal.check()
+        self._parameter_guard.check()
         self.take_over_writes()
         for rule, group in zip(self._engine.functions.rules, self.param_groups, strict=True):
             rule.check(group)
@@ -731,7 +729,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         for bucket, slot in self._slots():
             step = self._engine.counter.shown[bucket.missed_steps]
             step = bucket.usage.steps_of(slot) if bucket.usage else step
-            self._engine.functions.hand_out(bucket, tensors := views(bucket, slot))
+            tensors = views(bucket, slot)
+            if bucket.state_kind is Memory.STATE_FILE:
+                # The user may write to them: what the disk's checksums say may not be true.
+                self._engine.functions.disk.hand_out(tensors.values())
             self.state[slot.param] = {"step": step, **tensors}
         self._handed_out = self._state_values()
 
@@ -750,7 +751,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if self.phase is Phase.CLOSED:
             return
-        if written := self._seal.written():
+        if written := self._parameter_guard.written():
             # Also those that were frozen since: their masters are the engine's until it follows.
             trained = {slot.param for _, slot in self._slots()}
             written = [param for param in written if param in trained]
@@ -776,7 +777,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if len(values) == len(self._handed_out) and all(map(is_, values, self._handed_out)):
             return
         self._engine.synchronize()
-        self._engine.program.before_masters_change()
+        self._engine.program.mode.before_masters_change()
         slots = [*self._slots()]
         deleted = [slot.name for _, slot in slots if not self.state.get(slot.param)]
         if deleted and len(deleted) < len(slots):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -52,9 +53,14 @@ def completed_groups(
         ModelError: a parameter is no matrix, in a group of matrices; or no group has any.
         ValueError: for hyperparameters out of range or unknown.
     """
-    divided = user_groups
+    divided = [*user_groups]
     if isinstance(rule, MatrixRule):
-        divided = _divided(model, user_groups, rule)
+        hidden = hidden_matrices(model)
+        labelled = (
+            [group] if rule.group_key in group else _halves(group, hidden, rule)
+            for group in user_groups
+        )
+        divided = [*chain.from_iterable(labelled)]
         _check_matrices(model, divided, rule, are_all=are_all)
     groups = [{**rule_of(rule, group).defaults(), **group} for group in divided]
     for group in groups:
@@ -71,19 +77,6 @@ def completed_groups(
 def common_defaults(groups: Sequence[dict[str, Any]], rule: AnyRule) -> dict[str, Any]:
     """Return the defaults that all groups have: torch adds missing ones to each."""
     return {k: v for k, v in rule.defaults().items() if all(k in group for group in groups)}
-
-
-def _divided(
-    model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule
-) -> list[dict[str, Any]]:
-    """Return groups of matrices and groups of the rest, of which each says what it is."""
-    labelled, hidden, key = [], hidden_matrices(model), rule.group_key
-    for group in groups:
-        if key in group:
-            labelled.append(group)
-        else:
-            labelled += _halves(group, hidden, rule)
-    return labelled
 
 
 def _check_matrices(

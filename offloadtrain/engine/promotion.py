@@ -88,6 +88,8 @@ class Promotion:
             measures = False
         self._measures = measures
         self._may_go_back = is_auto and division.size == 1 and not config.skip_unused
+        self.is_active = measures or self._may_go_back
+        """State may move at all."""
         self._undecided = config.state.tier
         self._failures = 0
         self.begin(None)

@@ -43,7 +43,7 @@ _MANY_CHANGES = 10
 
 
 class Earlier:
-    """The layout before a change, on its way out.
+    """The layout before a change, whose state moves to the new one.
 
     Attributes:
         missed: parameter → steps of the run that it has not made.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -229,20 +229,6 @@ def copy_assigned(bucket: Bucket, slot: Slot, entry: Mapping[str, Any], step: Te
         view.copy_(value)
 
 
-def assembled(bucket: Bucket, slot: Slot, shard: Tensor, ranks: Ranks) -> Tensor:
-    """Return a parameter's values, in its shape, from the shards of all ranks: (n,) fp32 on the
-    host each. A collective; of a single rank, a view of its shard."""
-    if ranks.is_single:
-        return slot.shaped(shard)
-    (lo, hi), values = (
-        bucket.piece(slot),
-        torch.empty(slot.numel, dtype=torch.float32, device="cpu"),
-    )
-    values[lo:hi] = shard
-    ranks.assemble(values, bucket.pieces(slot))
-    return slot.shaped(values)
-
-
 def master(bucket: Bucket, slot: Slot) -> Tensor:
     """Copy this rank's part of a parameter's master weights to the host, decoded: (n,) fp32. The
     lanes must be empty."""
@@ -332,15 +318,10 @@ class StateIO:
     state: defaultdict[Tensor, Any]
     _division: Division
     _engine: Engine
-    _seal: ParameterGuard
+    _parameter_guard: ParameterGuard
     _frozen_state: dict[nn.Parameter, list[Tensor]]
-
-    def synchronize(self) -> None:
-        raise NotImplementedError
-
-    def take_over_writes(self) -> None:
-        """Make what others have written into parameters, or assigned to `state`, the state's."""
-        raise NotImplementedError
+    synchronize: Callable[[], None]
+    take_over_writes: Callable[[], None]
 
     def settle(self) -> None:
         """Take over what others have written, and wait until the state is at rest."""
@@ -558,7 +539,7 @@ class StateIO:
         # Waits: parameters hold the loaded weights when this returns.
         self._engine.emit(delayed=delayed)
         # Frozen parameters may have been loaded too.
-        self._seal.renew()
+        self._parameter_guard.renew()
 
     @torch.no_grad()
     def _take_over_frozen(self) -> None:
@@ -589,7 +570,7 @@ class StateIO:
         for (bucket, slot), in_use in zip(self._slots(), weights, strict=True):
             bucket.weights_of(slot).copy_(in_use)
         self._engine.emit(delayed=True)
-        self._seal.renew()
+        self._parameter_guard.renew()
 
     def _count_from(self, step: int, expert_steps: Mapping[str, Sequence[int]]) -> None:
         self._engine.counter.count_from(step)

@@ -17,7 +17,7 @@ from offloadtrain.runtime.lanes import Interval, Lanes, Timeline
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.layout.state_tiers import device_share
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.modes import Decision, Speculation
+from offloadtrain.step.program.updates import Decision, Speculation
 
 _log = logging.getLogger(__name__)
 
@@ -132,23 +132,6 @@ class StepReport(LaneReport):
         return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
-def warn_of_skips(report: StepReport) -> None:
-    """Warn at the third skip in a row, once a row, with the first parameters that caused it."""
-    if report.skipped_in_a_row != ALARM:
-        return
-    _log.warning(
-        "%d steps in a row were skipped: the gradient norm is %s, so that nothing is trained. Not "
-        "finite are the gradients of %s. %s last_step.skipped tells of every step.",
-        report.skipped_in_a_row,
-        report.grad_norm,
-        report.named_nonfinite,
-        "Are the loss and the inputs finite? A lower learning rate or a longer warm-up may help."
-        if report.loss_scale == 1.0
-        else f"The loss scale was {report.loss_scale:g} and is halved by such skips, which is "
-        "ordinary in the first steps of fp16 and at no other time.",
-    )
-
-
 class StepCounter:
     """Counts steps, and tells the loss scale of overflows.
 
@@ -214,12 +197,12 @@ class StepCounter:
             LossScaleError: see `LossScaler.update`. If the next step has begun, `begin_next_step`
                 raises it instead, before anything is sent that other stages would wait for.
         """
-        is_beside = self._undecided is not None
+        next_has_begun = self._undecided is not None
         scale, self._undecided = self.undecided_scale, None
         decision, self._decision = self._decision, None
         if self.scaler is not None and decision is not None:
             self.scaler.ended(decision[0], scale, late=decision[1])
-            if not is_beside:
+            if not next_has_begun:
                 self.scaler.check()
 
 
@@ -294,11 +277,25 @@ class Reporter:
         return self.last_step
 
     def end_step(self, report: StepReport) -> None:
-        """Warn of skips, and tell the loss scale of the step.
+        """Tell the loss scale of the step; warn at the third skip in a row, with the first
+        parameters that caused it.
 
         Raises:
             LossScaleError: see `LossScaler.update`.
         """
-        if self.warns_of_skips and self._ranks.rank == 0:
-            warn_of_skips(report)
+        warns = self.warns_of_skips and self._ranks.rank == 0
+        if warns and report.skipped_in_a_row == ALARM:
+            _log.warning(
+                "%d steps in a row were skipped: the gradient norm is %s, so that nothing is "
+                "trained. Not finite are the gradients of %s. %s last_step.skipped tells of every "
+                "step.",
+                report.skipped_in_a_row,
+                report.grad_norm,
+                report.named_nonfinite,
+                "Are the loss and the inputs finite? A lower learning rate or a longer warm-up may "
+                "help."
+                if report.loss_scale == 1.0
+                else f"The loss scale was {report.loss_scale:g} and is halved by such skips, which "
+                "is ordinary in the first steps of fp16 and at no other time.",
+            )
         self.counter.update_scale()

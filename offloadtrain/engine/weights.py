@@ -32,7 +32,7 @@ from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
 from offloadtrain.engine.relayout import Earlier
-from offloadtrain.engine.state import StateIO, assembled, decoded, master
+from offloadtrain.engine.state import StateIO, decoded, master
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
@@ -139,8 +139,8 @@ def view_weights(model: nn.Module, blocks: Sequence[Block], config: OffloadConfi
             param.data = param.data.to(dtype)
 
 
-class Given:
-    """A state dict on its way into the model, whose values may be wider than the parameters.
+class LoadedValues:
+    """A state dict that is being loaded, whose values may be wider than the parameters.
 
     torch rounds them into the parameters; the masters take them as they are. If the parameters hold
     all of these 16-bit values already, all masters stay: so a checkpoint's model may be loaded
@@ -163,7 +163,7 @@ class Given:
         )
 
     def of(self, name: str, param: nn.Parameter) -> Tensor:
-        """Return the given values that the parameter holds, rounded; its own if none of them is."""
+        """Return the loaded values that the parameter holds, rounded; its own if it holds none."""
         for value in self._values.get(param, ()):
             if _equal(value, param):
                 return value.reshape(param.shape)
@@ -185,11 +185,11 @@ def _equal(value: Tensor, param: nn.Parameter) -> bool:
 def adopt_loaded(
     slots: Iterable[tuple[Bucket, Slot]],
     written: Collection[nn.Parameter],
-    given: Given | None,
+    loaded: LoadedValues | None,
     rules: Sequence[AnyRule],
     on_adopted: Callable[[Bucket, Slot, Tensor], None] | None = None,
 ) -> bool:
-    """Set the masters of the parameters that were written, from `given` or from their own values.
+    """Set the masters of the parameters that were written, from `loaded` or from their own values.
 
     The lanes must be empty: masters are the host lane's otherwise.
 
@@ -207,12 +207,12 @@ def adopt_loaded(
     for bucket, slot in slots:
         if slot.param in written:
             values = shown = slot.local.data
-            if given is not None:
-                values = part_as(slot.param, given.of(slot.name, slot.param))
+            if loaded is not None:
+                values = part_as(slot.param, loaded.of(slot.name, slot.param))
             _check_range(slot.name, values, bucket.dtype)
             if on_adopted is not None:
                 on_adopted(bucket, slot, values)
-            set_master(bucket, slot, rules[bucket.group], values, only_changed=given is None)
+            set_master(bucket, slot, rules[bucket.group], values, only_changed=loaded is None)
             if not bucket.sources:
                 view = slot.view(bucket.working.flat)
                 # `data` was set to other memory.
@@ -375,10 +375,6 @@ def _before_loading(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, *
     owner.expect_weights({k: v for k, v in entries.items() if isinstance(v, Tensor)})
 
 
-def _after_loading(owner: WeightsIO, incompatible_keys: Any) -> None:
-    owner.adopt_written_weights()
-
-
 def attach_state_dict_hooks(
     model: nn.Module, owner: WeightsIO, engine: object
 ) -> list[RemovableHandle]:
@@ -388,7 +384,9 @@ def attach_state_dict_hooks(
         model.register_state_dict_pre_hook(hook(_before_saving)),
         model.register_state_dict_post_hook(hook(_copy_to_host)),
         model.register_load_state_dict_pre_hook(hook(_before_loading)),
-        model.register_load_state_dict_post_hook(hook(_after_loading)),
+        model.register_load_state_dict_post_hook(
+            hook(lambda owner, _: owner.adopt_written_weights())
+        ),
     ]
 
 
@@ -400,7 +398,7 @@ class WeightsIO(StateIO):
     """
 
     model: nn.Module
-    _incoming: Given | None = None
+    _incoming: LoadedValues | None = None
     """Values that are being written into the model."""
 
     def require_whole_weights(self) -> None:
@@ -482,7 +480,7 @@ class WeightsIO(StateIO):
                     shard = shard_of(bucket, slot)
                 else:
                     shard = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
-                yield name, assembled(bucket, slot, shard, bucket.sharers)
+                yield name, bucket.assembled(slot, shard)
             elif param.is_floating_point():
                 yield name, param.detach().to("cpu", torch.float32, copy=True)
             else:
@@ -507,18 +505,17 @@ class WeightsIO(StateIO):
         """
         # This thread writes masters, which Adam in flight still uses.
         self.synchronize()
-        self._engine.program.before_masters_change()
-        incoming = loaded = self._incoming
-        self._incoming = None
-        written = frozenset(self._seal.written())
+        self._engine.program.mode.before_masters_change()
+        incoming, self._incoming = self._incoming, None
+        written = frozenset(self._parameter_guard.written())
         if incoming is not None and not incoming.new:
             written = frozenset()
         report = None if self.ranks.is_single else self._tell_written
         if adopt_loaded(self._slots(), written, incoming, self._rules, report):
             self._engine.emit()
         if report is not None:
-            self._tell_untrained(written, loaded)
-        self._seal.renew()
+            self._tell_untrained(written, incoming)
+        self._parameter_guard.renew()
 
     def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:
         """Each rank keeps its shard of what it was given: the next step compares the whole values,
@@ -526,7 +523,9 @@ class WeightsIO(StateIO):
         if bucket.sharers is self.ranks:
             self._engine.functions.digests.add_weights(slot.name, values)
 
-    def _tell_untrained(self, written: frozenset[nn.Parameter], incoming: Given | None) -> None:
+    def _tell_untrained(
+        self, written: frozenset[nn.Parameter], incoming: LoadedValues | None
+    ) -> None:
         """Record the written frozen parameters and buffers, which every rank keeps in full: the
         next step compares them, or ranks would train with different models. Running statistics are
         each rank's own."""
@@ -546,6 +545,6 @@ class WeightsIO(StateIO):
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:
         """Values, by the model's own names, are about to be written into it; raises as
         `adopt_written_weights`."""
-        self._engine.program.before_masters_change()
+        self._engine.program.mode.before_masters_change()
         self.take_over_writes()
-        self._incoming = Given(self.model, values)
+        self._incoming = LoadedValues(self.model, values)

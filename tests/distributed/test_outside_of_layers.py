@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.gradient_access import GradientAccessError
+from offloadtrain.engine.gradients import GradientAccessError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import RankError

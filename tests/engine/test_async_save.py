@@ -18,7 +18,7 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.step_spec import SPILL_BLOCK
-from offloadtrain.step.program import modes
+from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Written
 from offloadtrain.step.proof.prove import prove
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
@@ -65,7 +65,7 @@ def trained(lanes: Lanes, name: str, state: str, precision: str, **options: Any)
     torch.manual_seed(0)
     model: nn.Module = MODELS[name]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        patch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
         with on_lanes(lanes):
             optimizer = ot.offload(
                 model,

@@ -21,7 +21,7 @@ from offloadtrain.hardware.direct_io import DirectFile
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.program import modes
+from offloadtrain.step.program import updates
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Save
@@ -69,7 +69,7 @@ def offloaded(case: Case, lanes: Lanes) -> Iterator[tuple[ot.OffloadOptimizer, C
     torch.manual_seed(0)
     model = Chain(2)
     with pytest.MonkeyPatch.context() as patch, on_lanes(lanes):
-        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        patch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
         optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", **case.options)
         optimizer.warns_of_skips = False
         try:

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import offloadtrain as ot
 from offloadtrain.engine import EngineError
-from offloadtrain.engine.gradient_access import GradientAccessError, GradientView
+from offloadtrain.engine.gradients import GradientAccessError, GradientView
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests import levels

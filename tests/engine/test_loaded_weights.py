@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.step.program.modes import UpdateError
+from offloadtrain.step.program.updates import UpdateError
 from tests.numerics.comparison import assert_equal
 from tests.numerics.models import Chain, Frozen, batches, loss_of
 

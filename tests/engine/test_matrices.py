@@ -69,7 +69,7 @@ def test_matrices_that_the_device_has_not_done_are_not_salvaged() -> None:
     for bucket, matrices in (("a", False), ("b", True)):
         op = Launch(Kind.ADAM, Lane.HOST, bucket, update=update)
         if matrices:
-            journal.needs_device(bucket)
+            journal.of_matrices.add(bucket)
         launched = HostProgress(launched=int(matrices), begun=0, ended=0)
         journal.launches(op, lambda bucket=bucket: ran.append(bucket), launched, decided=True)
     with pytest.raises(SalvageError, match="the update of 1 buckets of matrices was decided"):

@@ -18,7 +18,7 @@ from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import ParameterWriteError
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.step.program.modes import UpdateError
+from offloadtrain.step.program.updates import UpdateError
 from tests import levels
 from tests.engine.test_parameter_reads import Model, by_call
 

@@ -21,7 +21,7 @@ from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.program import modes
+from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Allocate, Dependencies, Ref
 from offloadtrain.step.proof.prove import order, prove
 from offloadtrain.step.proof.recording import Entry, Waited
@@ -81,7 +81,7 @@ def run(
     """Train on these lanes; return weights and state."""
     model = make(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        patch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
         chosen = {"device": "cpu", "precision": precision, "state": state, "clip_norm": 0.5}
         with on_lanes(lanes):
             optimizer = ot.offload(model, rule, **chosen | {"grad_accum_steps": accum} | options)
@@ -130,7 +130,7 @@ LANES: dict[str, Callable[[int], Lanes]] = {
 def trained(configuration: Configuration, lanes: Lanes, folder: Path) -> dict[str, torch.Tensor]:
     """Train on these lanes; return weights and state."""
     with placed(configuration, folder) as options, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        patch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
         with on_lanes(lanes):
             _, optimizer, model = pair(
                 make(configuration.model),

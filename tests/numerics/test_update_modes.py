@@ -14,7 +14,7 @@ import offloadtrain as ot
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.step.program import modes
+from offloadtrain.step.program import updates
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched
 from tests.numerics.comparison import (
@@ -58,7 +58,7 @@ def test_hyperparameters_that_change_before_step_are_told() -> None:
     train(optimizer, model, [first])
     optimizer.backward(loss_of(model, second))
     optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(modes.UpdateError, match="between backward and step"):
+    with pytest.raises(updates.UpdateError, match="between backward and step"):
         optimizer.step()
     assert report(optimizer).step == 2
     train(optimizer, model, [first])
@@ -71,9 +71,9 @@ def test_a_second_gradient_after_its_update_is_told() -> None:
     train(optimizer, model, [tokens])
     loss = loss_of(model, tokens)
     loss.backward(retain_graph=True)
-    with pytest.raises(modes.UpdateError, match="exactly grad_accum_steps backward passes"):
+    with pytest.raises(updates.UpdateError, match="exactly grad_accum_steps backward passes"):
         loss.backward()
-    with pytest.raises(modes.UpdateError, match="between two steps"):
+    with pytest.raises(updates.UpdateError, match="between two steps"):
         optimizer.step()
 
 
@@ -84,7 +84,7 @@ def test_a_loaded_checkpoint_ends_the_trouble() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.backward(loss_of(model, lost))
     optimizer.zero_grad()
-    with pytest.raises(modes.UpdateError, match="Load a checkpoint"):
+    with pytest.raises(updates.UpdateError, match="Load a checkpoint"):
         train(optimizer, model, [second])
     optimizer.zero_grad()
     optimizer.load_state_dict(saved)
@@ -145,7 +145,7 @@ def test_wrong_guesses_change_no_bit(
     state: str, pattern: str, accum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong where the loss is made large; every step guesses, whatever the odds."""
-    monkeypatch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+    monkeypatch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
     steps = 6
     wrong = wrong_at(pattern, steps)
     results = {}

@@ -24,7 +24,7 @@ from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, 
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.program import modes
+from offloadtrain.step.program import updates
 from offloadtrain.step.proof.prove import prove
 from tests.numerics import skipping
 from tests.numerics.models import MODELS, Chain, Experts, Layer, MixedReentrant, batches
@@ -185,7 +185,7 @@ def _as_asked(case: Case) -> Iterator[None]:
     """Without the collector of garbage, which would end graphs at any moment."""
     with pytest.MonkeyPatch.context() as patch:
         if case.script != "the odds decide":
-            patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+            patch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
         if case.staging == "pieces":
             patch.setattr(spec, "STAGING_BYTES", PIECE_BYTES)
         gc.disable()

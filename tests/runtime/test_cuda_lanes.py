@@ -20,7 +20,7 @@ from offloadtrain.engine.interpreter import Functions
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.program import modes
+from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Dependencies, Kind
 from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches
@@ -174,7 +174,7 @@ def over_streams(gpu: Gpu, case: Case, **options: Any) -> Trained:
 def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
     """With the same run over threads: the same bits, and all of it in order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        patch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
         expected = train(ThreadLanes(), case, **options)
         gpu.backward_passes = 0
         result = over_streams(gpu, case, **options)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import (
     HostWait,
     Kind,
@@ -18,6 +17,7 @@ from offloadtrain.step.program.operations import (
     Swap,
 )
 from offloadtrain.step.program.program import Program
+from offloadtrain.step.program.updates import Decision
 from offloadtrain.step.proof.drive import steps
 from tests import levels
 from tests.step.specs import (

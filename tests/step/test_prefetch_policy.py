@@ -122,15 +122,15 @@ def test_another_order_is_told_and_taken_over() -> None:
 
 @given(ready=st.permutations(range(6)), order=st.permutations(range(6)))
 def test_turns_are_taken_in_the_agreed_order(ready: list[int], order: list[int]) -> None:
-    turns = ReduceOrder(order, free=False)
+    turns = ReduceOrder(order)
     turns_taken: list[int] = []
     for number, block in enumerate(ready):
         turns_taken += turns.ready(block)
         assert turns_taken == order[: len(turns_taken)]
-        assert turns.remaining() == order[len(turns_taken) :]
+        assert turns.remaining == order[len(turns_taken) :]
         assert set(turns_taken) <= set(ready[: number + 1])
         waiting = order[len(turns_taken)] if len(turns_taken) < 6 else None
         assert waiting not in ready[: number + 1]  # nobody waits without a reason
     assert turns_taken == order and list(turns.ready_blocks) == ready
     turns.restart()
-    assert turns.remaining() == order and not turns.ready_blocks
+    assert turns.remaining == order and not turns.ready_blocks

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.modes import Decision, SpeculationPolicy
 from offloadtrain.step.program.operations import (
     Kind,
     Operations,
@@ -20,6 +19,7 @@ from offloadtrain.step.program.operations import (
     Wait,
 )
 from offloadtrain.step.program.program import Program
+from offloadtrain.step.program.updates import Decision, SpeculationPolicy
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import prove_operations
 from tests import levels

@@ -17,7 +17,7 @@ from offloadtrain.step.program.operations import Kind, Lane, Launch, Operation, 
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import prove_operations
-from offloadtrain.step.proof.simulate import ends, steady, timed
+from offloadtrain.step.proof.simulate import simulated, steady, timed
 from tests import levels
 from tests.step.specs import UPDATES, Case, cases, chain
 
@@ -198,7 +198,8 @@ def test_a_save_stalls_no_longer_than_the_disk_is_slower(update: str, blocks: in
 
 def _last_compute(spec: StepSpec, saved: Container[int]) -> float:
     program = timed(steps(Program(spec), 12, saved=saved))
-    timeline = zip(program, ends(program, _seconds), strict=True)
+    ends = [end for end, _ in simulated(program, _seconds)]
+    timeline = zip(program, ends, strict=True)
     return max(end for step, end in timeline if step.op.lane is Lane.COMPUTE)
 
 

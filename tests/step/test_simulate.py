@@ -25,7 +25,7 @@ from offloadtrain.step.program.operations import (
 )
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.proof.simulate import Seconds, Steady, ends, steady, timed
+from offloadtrain.step.proof.simulate import Seconds, Steady, simulated, steady, timed
 from tests import levels
 from tests.step.specs import Case, cases, chain, staging_of
 
@@ -51,7 +51,7 @@ def launch(lane: Lane, seconds: int) -> Launch:
 
 
 def when(*operations: Operation) -> list[float]:
-    return ends(timed(operations), lambda op: float(op.owner))
+    return [end for end, _ in simulated(timed(operations), lambda op: float(op.owner))]
 
 
 # ---- by hand
@@ -118,7 +118,7 @@ def by_long_run(spec: StepSpec, seconds: Seconds) -> float:
     """Of a step among many."""
     warm = replace(spec, config=spec.config.replace(warmup_steps=0))
     program = timed(steps(Program(warm), 20))
-    timing = ends(program, seconds)
+    timing = [end for end, _ in simulated(program, seconds)]
     decided = [timing[i] for i, item in enumerate(program) if item.op.kind is Kind.DECIDE]
     return (decided[-1] - decided[7]) / 12
 

@@ -10,7 +10,6 @@ import random
 from collections.abc import Collection, Iterable
 
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import (
     Event,
     HostWait,
@@ -24,6 +23,7 @@ from offloadtrain.step.program.operations import (
     Renew,
 )
 from offloadtrain.step.program.program import Program
+from offloadtrain.step.program.updates import Decision
 from tests.step.contents import Contents, Version
 
 ODD = {
@@ -155,7 +155,7 @@ class User:
         self.program.end_step()
         self._forget()
         self._run(self.program.begin_pass())
-        self.program.verify()
+        self.program.mode.verify()
 
     def between(self) -> None:
         """What may happen behind a step."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.step.program import modes
+from offloadtrain.step.program import updates
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Save
@@ -126,7 +126,7 @@ def _never(path: Path, damage: Exception) -> None:
 def running(case: Case, seed: int = 0) -> Iterator[Run]:
     lanes: Lanes = case.lanes()
     with pytest.MonkeyPatch.context() as patch, on_lanes(lanes):
-        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        patch.setattr(updates.SpeculationPolicy, "should_speculate", lambda policy: True)
         patch.setattr("offloadtrain.engine.step_report.LossScaler", _fast_scaler)
         run = Run(case, seed)
         try:

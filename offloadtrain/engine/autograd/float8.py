@@ -159,7 +159,8 @@ def _check_device(option: str, device: torch.device, *, is_compiled: bool) -> No
     if device.type == "cpu":
         _log.warning("%s on the CPU is emulated: it is slower than 16 bits, and for tests", option)
         return
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
         raise OptionError(
             f"{option}: {torch.cuda.get_device_name(device)} has no FP8 products, which begin with "
             "compute capability 8.9 (Ada, Hopper): leave fp8 out"

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 from offloadtrain.config.ranks_options import NO_FLUSH, Schedule
 from offloadtrain.step.layout.block_spec import readings_of
-from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import Kind, Launch, Operations
 from offloadtrain.step.program.program import Program
+from offloadtrain.step.program.updates import Decision
 from offloadtrain.step.proof.drive import Inputs, backward, forward
 
 SQUARES = "squares"

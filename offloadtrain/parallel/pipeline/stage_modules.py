@@ -265,7 +265,8 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 def check_alone(stages: Sequence[Sequence[Part]], config: OffloadConfig, replicas: int) -> None:
     """Raises PipelineError where options for the layers of lists would not reach a single one."""
-    if not config.activations.recomputes and not config.streams_among(replicas):
+    streams = config.streams_among(replicas)
+    if not (config.activations.recomputes or streams):
         return
     for number, parts in enumerate(stages):
         if sum(part.repeated for part in parts) == 1:

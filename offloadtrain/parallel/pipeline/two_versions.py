@@ -26,9 +26,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from offloadtrain.step.program.modes import Decision, Exact, Speculation
 from offloadtrain.step.program.places import BlockRefs
-from offloadtrain.step.program.updates import UpdatePath
+from offloadtrain.step.program.updates import Decision, Exact, Speculation, UpdatePath
 
 
 class TwoVersions(Exact):
@@ -50,7 +49,7 @@ class TwoVersions(Exact):
             # These uploads wait for compute so far, the last readers of the version before among
             # it, and run concurrently with what compute is given from here on.
             self._apply(order, decision)
-            self._updates.is_over(order)
+            self._updates.read_ahead(order)
             self._hidden = order
         return Speculation()
 

@@ -233,7 +233,8 @@ def _metered(model: nn.Module, loss_of: Loss, options: OffloadConfig, meter: Met
             raise TraceError(
                 f"the loss has the shape {tuple(loss.shape)}: give a function that returns a scalar"
             )
-        engine.backward(loss)
+        with engine.micro_step():
+            engine.scaled(loss).backward()
     repeated = {block.name for block in blocks if block.repeated}
     return [moment_of(segment, repeated) for segment in meter.segments]
 

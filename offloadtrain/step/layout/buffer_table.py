@@ -59,7 +59,7 @@ def host_rows(spec: StepSpec) -> Iterator[Row]:
     yield from _disk_slots(spec)
     # Two slots for gradients that are summed and for weights without other staging. With one
     # microbatch they are needed when a bucket first gets a second gradient in a backward.
-    on_first_use = not spec.stages_on_host
+    on_first_use = not (spec.accumulates and spec.has_state_on(Tier.HOST))
     for slot in range(RING_SLOTS):
         name, nbytes = f"host staging[{slot}]", spec.host_staging_bytes
         row = BufferSpec(
@@ -195,7 +195,7 @@ def _disk_slots(spec: StepSpec) -> Iterator[Row]:
         (Memory.STATE, "state slots", spec.state_slots, state),
         (Memory.GRADIENT, "gradient slots", spec.gradient_slots, gradients),
         (Memory.WEIGHT_SLOT, "weight slots", spec.weight_slots, loaded),
-        (Memory.NEW_WEIGHTS, "new weight slots", spec.new_weight_slots, new),
+        (Memory.NEW_WEIGHTS, "new weight slots", min(RING_SLOTS, len(new)), new),
     ):
         for slot in range(count):
             name = f"{owner[:-1]} {slot}"

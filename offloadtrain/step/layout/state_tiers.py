@@ -147,6 +147,11 @@ def filled(spec: StepSpec, limit: int, device_bytes: DeviceBytes) -> StepSpec:
     return first_on_device(spec, count)
 
 
+def may_be_on_device(config: OffloadConfig) -> bool:
+    """Tell whether some state lies on the device, now or after a later step."""
+    return config.state.device_share > 0 or config.state.tier == "auto"
+
+
 def device_share(spec: StepSpec) -> float:
     """Return the share that asks for the spec's tiers, rounded down to what a job shows."""
     total = sum(bucket.numel for bucket in spec.buckets)

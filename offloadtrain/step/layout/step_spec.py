@@ -252,11 +252,6 @@ class StepSpec:
         )
 
     @property
-    def stages_on_host(self) -> bool:
-        """Gradients or new weights go through a ring of host slots in every step."""
-        return self.accumulates and self.has_state_on(Tier.HOST)
-
-    @property
     def updates_early(self) -> bool:
         """In mode "exact": nothing global has to be known before a bucket is updated."""
         return self.config.updates_early
@@ -345,14 +340,11 @@ class StepSpec:
         shard, on the host, or on the disk; None for a bucket that stays on the device."""
         if not self.is_streamed(bucket):
             return None
-        if self.config.weights.tier == "disk" and self._weights_in_host_state(bucket):
-            return Tier.HOST
-        return Tier(self.config.weights.tier)
-
-    def _weights_in_host_state(self, bucket: BucketSpec) -> bool:
-        """The state is on the host and holds the weights that loads may read: no file is needed."""
-        in_state = bucket.format.holds_weight and self.is_trained(bucket)
-        return in_state and bucket.state_tier is Tier.HOST and not self.updates_in_backward
+        tier, in_state = Tier(self.config.weights.tier), bucket.format.holds_weight
+        in_state = in_state and self.is_trained(bucket) and not self.updates_in_backward
+        # State on the host that holds the weights, which loads may read: no file is needed.
+        on_host = tier is Tier.DISK and in_state and bucket.state_tier is Tier.HOST
+        return Tier.HOST if on_host else tier
 
     def loads_in_turn(self, bucket: BucketSpec) -> bool:
         """True for a streamed bucket of which two versions are kept, which loads read in turn."""
@@ -385,11 +377,6 @@ class StepSpec:
         """The number of host slots for weights on their way from the disk to the device."""
         buckets = (bucket for block in self.blocks for bucket in block.all_buckets)
         return min(RING_SLOTS, sum(map(self.loads_from_disk, buckets)))
-
-    @cached_property
-    def new_weight_slots(self) -> int:
-        """The number of host slots for new weights on their way to the disk."""
-        return min(RING_SLOTS, sum(map(self.has_new_weight_slot, self.buckets)))
 
     def has_new_weight_slot(self, bucket: BucketSpec) -> bool:
         """New weights go to the disk out of a slot: neither the state nor the memory of the

@@ -72,7 +72,11 @@ _COPIES = {
 
 
 class ActivationPath:
-    """Moves block inputs, which the caller has numbered."""
+    """Moves block inputs, which the caller has numbered.
+
+    Attributes:
+        last: the number of the input saved last in this forward.
+    """
 
     def __init__(self, spec: StepSpec, part: int, order: Dependencies) -> None:
         """`part`: the number of the part that this rank keeps."""
@@ -85,17 +89,13 @@ class ActivationPath:
         self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
         self._ahead = _SAVED_AHEAD if self._stays else 1
         self._saved: dict[int, _Saved] = {}
-        self._last: int | None = None
+        self.last: int | None = None
         self._leaving: dict[Ref, int] = {}
         """Device memory → number of the input; the oldest first."""
         self._free: dict[int, list[int]] = {}
         """Bytes → free host buffers of that size."""
         self._sizes: list[int] = []
         """Bytes of every host buffer."""
-
-    def restart(self) -> None:
-        """Another forward begins: its first input has none before it."""
-        self._last = None
 
     def save(self, number: int, numel: int, dtype: str) -> None:
         """Autograd has saved a block input that compute has just written."""
@@ -114,14 +114,13 @@ class ActivationPath:
         self._order.was_written([there], forward)
         # d2h, concurrently with the block's own forward; a part that stays on the device on
         # compute, before it. It waits for the last fetch from its buffer.
-        down = Launch(*self._save, "", (there._replace(lo=lo, hi=hi),), (host,))
-        self._order.launch(down)
+        self._order.launch(Launch(*self._save, "", (there._replace(lo=lo, hi=hi),), (host,)))
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving[there] = number
         # A part that stays on the device was copied by compute itself, which need not wait.
         self._let_go(0 if self._save[1] is Lane.COMPUTE else self._most_leaving)
-        self._saved[number] = _Saved(host, there, there._replace(copy=1), self._last)
-        self._last = number
+        self._saved[number] = _Saved(host, there, there._replace(copy=1), self.last)
+        self.last = number
 
     def need(self, number: int) -> None:
         """Backward is about to run the block again: fetch its input, and prefetch the next one."""
@@ -169,7 +168,7 @@ class ActivationPath:
 
     def reset(self) -> None:
         """The lanes are empty and no graph needs an input: all host buffers are free."""
-        self._saved, self._last = {}, None
+        self._saved, self.last = {}, None
         self._leaving.clear()
         self._free.clear()
         for buffer in range(len(self._sizes)):

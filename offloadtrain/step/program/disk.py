@@ -34,11 +34,16 @@ from offloadtrain.step.program.places import BucketRefs
 
 
 class DiskPath:
-    """Gives slots to buckets whose state is on the disk."""
+    """Gives slots to buckets whose state is on the disk.
+
+    Attributes:
+        count: the number of slots.
+    """
 
     def __init__(self, table: BufferTable, order: Dependencies) -> None:
         self._order = order
-        self._slots: list[BucketRefs | None] = [None] * table.slots(Memory.STATE)
+        self.count = table.slots(Memory.STATE)
+        self._slots: list[BucketRefs | None] = [None] * self.count
         """The bucket whose state each slot holds."""
         self._next = 0
 
@@ -54,8 +59,10 @@ class DiskPath:
         self._order.reuse(state, () if before is None else before.state())
         # disk_read, during the update of the bucket before. It waits until the file has what was
         # written last; whoever uses the state waits for it.
-        op = Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_files, state)
-        self._order.launch(op, fresh=state[0])
+        self._order.launch(
+            Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_files, state),
+            fresh=state[0],
+        )
 
     def write(self, bucket: BucketRefs) -> None:
         """Launch what brings new state from its slot to the file."""
@@ -63,11 +70,6 @@ class DiskPath:
         # the slot's next read waits for it.
         state, file = bucket.state(), bucket.state_files
         self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
-
-    def read_ahead(self, buckets: Sequence[BucketRefs]) -> None:
-        """Fill the slots for the next update, whose order this is."""
-        for bucket in buckets[: len(self._slots)]:
-            self.read(bucket)
 
     def forget(self) -> None:
         """The lanes are empty, and the files may change past them."""

@@ -76,11 +76,6 @@ class GradientRefs:
         """The lane that adds microbatches and measures them."""
         return self.lane if self.separate_sum is None else Lane.UPDATE
 
-    @property
-    def sum_tier(self) -> Tier:
-        """The tier of `summed`."""
-        return Tier.DEVICE if self.sums_lane is Lane.UPDATE else Tier.HOST
-
     def close_sum(self) -> None:
         """Fix the gradient that Adam will read; the next step writes to the other one."""
         self.decided = self.adding
@@ -143,8 +138,10 @@ class GradientSlots:
             reads, writes = (gradient.file,), (gradient.adding,)
             # disk_read, during the update of the bucket before. It waits until the file has what
             # was written last; the update waits for it.
-            op = Launch(Kind.READ_GRADIENT, Lane.DISK_READ, gradient.spec.name, reads, writes)
-            self._order.launch(op, fresh=gradient.adding)
+            self._order.launch(
+                Launch(Kind.READ_GRADIENT, Lane.DISK_READ, gradient.spec.name, reads, writes),
+                fresh=gradient.adding,
+            )
 
     def changed(self, gradient: GradientRefs) -> None:
         """All writes into the slot were launched for now: write the slot to its file."""
@@ -245,18 +242,17 @@ class GradientPath:
                 self._gather(gradient, part_of(gradient.adding, lo, hi), lo, hi)
                 continue
             staged = self._reduced(gradient, lo, hi)
-            if self._accumulates:
-                self._accumulate(gradient, staged, lo, hi, measured=measured)
-            elif gradient.touched:
-                self._add(gradient, staged, lo, hi)
+            if self._accumulates or gradient.touched:
+                self._add(gradient, staged, lo, hi, measured=measured)
             else:
                 on_device = gradient.lane is Lane.UPDATE
                 kind, lane = (Kind.COPY, Lane.UPDATE) if on_device else (Kind.GRAD_DOWN, Lane.D2H)
                 target = (part_of(gradient.adding, lo, hi),)
                 # During backward of the next blocks; norm and Adam wait for it. It waits for the
                 # last step's upload, which may read new weights from the gradient's memory.
-                op = Launch(kind, lane, gradient.spec.name, (staged,), target, lo, hi)
-                self._order.launch(op)
+                self._order.launch(
+                    Launch(kind, lane, gradient.spec.name, (staged,), target, lo, hi)
+                )
         gradient.touched = True
         if not measured:
             gradient.measured_on = None
@@ -282,8 +278,10 @@ class GradientPath:
                 zeros = (gradient.summed,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
                 # memory: without its wait, zeros would go up as weights.
-                op = Launch(Kind.NO_GRADIENT, gradient.sums_lane, gradient.spec.name, (), zeros)
-                self._order.launch(op, late=True)
+                self._order.launch(
+                    Launch(Kind.NO_GRADIENT, gradient.sums_lane, gradient.spec.name, (), zeros),
+                    late=True,
+                )
                 if gradient.separate_sum is None:
                     self.slots.changed(gradient)
                 gradient.touched, gradient.measured_on = True, None
@@ -297,9 +295,10 @@ class GradientPath:
         for tier, norms in self._norms.items():
             measured = self._order.last_write(norms)
             if measured is not None and (down := self._copied_norms.get(tier)):
-                op = Launch(Kind.NORMS_DOWN, self._norms_lane, "", (norms,), (down,))
                 # Reading the device's memory would wait for all of compute's stream.
-                measured = self._order.launch(op)
+                measured = self._order.launch(
+                    Launch(Kind.NORMS_DOWN, self._norms_lane, "", (norms,), (down,))
+                )
             # Nothing is decided yet: if the device fails during this wait, the step is given up.
             if measured is not None:
                 self._order.host_wait(measured, "the gradient norm")
@@ -311,17 +310,20 @@ class GradientPath:
     def _mark(self, gradient: GradientRefs, used: Ref) -> None:
         """Mark the experts whose gradients are about to be sent."""
         first = not gradient.touched
-        op = Launch(Kind.MARK, Lane.COMPUTE, gradient.spec.name, (), (used,), first=first)
         # Compute, between the kernels that made the gradients and the gather, which frees them.
         # The training thread has read the marks of the previous step.
-        self._order.launch(op)
+        self._order.launch(
+            Launch(Kind.MARK, Lane.COMPUTE, gradient.spec.name, (), (used,), first=first)
+        )
 
     def _gather(self, gradient: GradientRefs, target: Ref, lo: int, hi: int) -> None:
-        op = Launch(Kind.GATHER, Lane.COMPUTE, gradient.spec.name, (), (target,), lo, hi)
         # Compute, after the kernels that made the gradients. It waits until d2h, comm or Adam of
         # the last step is done with the memory; a ring with one slot more than a bucket has pieces
         # makes that wait short.
-        self._order.launch(op, fresh=target)
+        self._order.launch(
+            Launch(Kind.GATHER, Lane.COMPUTE, gradient.spec.name, (), (target,), lo, hi),
+            fresh=target,
+        )
 
     def _reduced(self, gradient: GradientRefs, lo: int, hi: int) -> Ref:
         """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
@@ -341,15 +343,18 @@ class GradientPath:
         shard = Ref(staging.memory, staging.owner, 0, first, first + count, dtype)
         if self._has_copies:
             # comm, right after its reduce-scatter, during backward: 1/N crosses hosts.
-            op = Launch(Kind.ALL_REDUCE, Lane.COMM, gradient.spec.name, (), (shard,), lo, hi)
-            self._order.launch(op)
+            self._order.launch(
+                Launch(Kind.ALL_REDUCE, Lane.COMM, gradient.spec.name, (), (shard,), lo, hi)
+            )
         if dtype == gradient.spec.dtype:
             return shard
         narrow = self._rounded.take(count, gradient.spec.dtype)
-        op = Launch(Kind.ROUND, Lane.COMM, gradient.spec.name, (shard,), (narrow,), lo, hi)
         # comm, right after its reduce-scatter, so that the bus carries 16 bits. It waits for the
         # last copy out of its own slot; the copy down waits for it there.
-        self._order.launch(op, fresh=narrow)
+        self._order.launch(
+            Launch(Kind.ROUND, Lane.COMM, gradient.spec.name, (shard,), (narrow,), lo, hi),
+            fresh=narrow,
+        )
         return narrow
 
     def _staging(self, gradient: GradientRefs, lo: int, numel: int, dtype: str) -> Ref:
@@ -357,42 +362,29 @@ class GradientPath:
             return Ref(Memory.STAGING, f"{gradient.spec.name}[{lo}]", 0, 0, numel, dtype)
         return self._ring.take(numel, dtype)
 
-    def _bring_to_sum(self, gradient: GradientRefs, staged: Ref, lo: int, hi: int) -> Ref:
-        """Return the piece on the tier where it is added."""
-        if gradient.sums_lane is Lane.UPDATE:
-            return staged
-        target = self._host_ring.take(hi - lo, gradient.spec.dtype)
-        op = Launch(Kind.GRAD_DOWN, Lane.D2H, gradient.spec.name, (staged,), (target,), lo, hi)
-        # d2h, during backward and the host's sum of the other ring slot. It waits for the last
-        # reader of this slot: a sum, or an upload of weights that were staged here.
-        self._order.launch(op, fresh=target)
-        return target
-
-    def _add(self, gradient: GradientRefs, staged: Ref, lo: int, hi: int) -> None:
-        """Add a second gradient of one micro-step in its dtype, as autograd itself does."""
-        arrived = self._bring_to_sum(gradient, staged, lo, hi)
-        target = (part_of(gradient.adding, lo, hi),)
-        # Host: waits for both copies, the first through the gradient and this one through the ring.
-        self._order.launch(
-            Launch(Kind.ADD, gradient.lane, gradient.spec.name, (arrived,), target, lo, hi)
-        )
-
-    def _accumulate(
+    def _add(
         self, gradient: GradientRefs, staged: Ref, lo: int, hi: int, *, measured: bool
     ) -> None:
-        """Add to the fp32 sum over microbatches; square in the same pass if it is the last one."""
-        arrived = self._bring_to_sum(gradient, staged, lo, hi)
-        writes = (
-            part_of(gradient.summed, lo, hi),
-            *([self._norms_of(gradient)] if measured else []),
+        """Add a microbatch to the fp32 sum, or a second gradient of one micro-step to the first in
+        their dtype, as autograd itself does; `measured`: square the sum in the same pass."""
+        name, arrived = gradient.spec.name, staged
+        if gradient.sums_lane is not Lane.UPDATE:
+            arrived = self._host_ring.take(hi - lo, gradient.spec.dtype)
+            # d2h, during backward and the host's sum of the other ring slot. It waits for the last
+            # reader of this slot: a sum, or an upload of weights that were staged here.
+            self._order.launch(
+                Launch(Kind.GRAD_DOWN, Lane.D2H, name, (staged,), (arrived,), lo, hi), fresh=arrived
+            )
+        norms = [self._norms_of(gradient)] if measured else []
+        writes = (part_of(gradient.summed, lo, hi), *norms)
+        kind = Kind.ACCUMULATE if self._accumulates else Kind.ADD
+        first = self._accumulates and not gradient.touched
+        # Host, during backward and the next copy down: waits for its own copy through the ring, and
+        # for the copy of a first gradient through that. Norm and Adam run on the same lane and need
+        # no wait for the sum.
+        self._order.launch(
+            Launch(kind, gradient.sums_lane, name, (arrived,), writes, lo, hi, first=first)
         )
-        first, lane = not gradient.touched, gradient.sums_lane
-        op = Launch(
-            Kind.ACCUMULATE, lane, gradient.spec.name, (arrived,), writes, lo, hi, first=first
-        )
-        # Host, during backward and the next copy down: waits for its own copy through the ring.
-        # Norm and Adam run on the same lane and need no wait for the sum.
-        self._order.launch(op)
 
     def _measure(self, gradient: GradientRefs) -> None:
         """Launch the sum of squares per parameter."""
@@ -400,19 +392,22 @@ class GradientPath:
             self.slots.acquire(gradient, keep=True)
         if gradient.rounds_sum:
             # update, in order before its norm, which is that of what the host will read.
-            rounded = Launch(
-                Kind.ROUND_SUM, Lane.UPDATE, gradient.spec.name, (), (gradient.summed,)
+            self._order.launch(
+                Launch(Kind.ROUND_SUM, Lane.UPDATE, gradient.spec.name, (), (gradient.summed,)),
+                late=True,
             )
-            self._order.launch(rounded, late=True)
         reads, writes = (gradient.summed,), (self._norms_of(gradient),)
         # On the gradient's tier, as soon as it is complete, during backward of the next blocks:
         # `complete` then waits for little more than the norm of the last block.
-        op = Launch(Kind.NORM, gradient.sums_lane, gradient.spec.name, reads, writes)
-        self._order.launch(op, late=self._norms_are_last)
+        self._order.launch(
+            Launch(Kind.NORM, gradient.sums_lane, gradient.spec.name, reads, writes),
+            late=self._norms_are_last,
+        )
 
     def _norms_of(self, gradient: GradientRefs) -> Ref:
-        gradient.measured_on = gradient.sum_tier
-        return self._norms[gradient.sum_tier]
+        """Return where its sums of squares go: to the tier where it is complete first."""
+        gradient.measured_on = Tier.DEVICE if gradient.sums_lane is Lane.UPDATE else Tier.HOST
+        return self._norms[gradient.measured_on]
 
     def _bring_down(self, gradient: GradientRefs, device_sum: Ref) -> None:
         """Copy a sum that was made on the device to where Adam reads it."""
@@ -423,8 +418,10 @@ class GradientPath:
                 summed, down = down, self._staging(gradient, lo, hi - lo, gradient.spec.dtype)
                 # update, during backward of the next blocks: waits for the last copy out of the
                 # slot. The copy down waits for it there.
-                op = Launch(Kind.ROUND, Lane.UPDATE, gradient.spec.name, (summed,), (down,), lo, hi)
-                self._order.launch(op, fresh=down)
+                self._order.launch(
+                    Launch(Kind.ROUND, Lane.UPDATE, gradient.spec.name, (summed,), (down,), lo, hi),
+                    fresh=down,
+                )
             target = (part_of(gradient.adding, lo, hi),)
             # d2h, during backward of the next blocks: waits for the last microbatch, and for the
             # last step's Adam; Adam waits for it.

@@ -82,11 +82,6 @@ class BucketRefs:
         return UPDATE_LANES[self.spec.update_tier]
 
     @cached_property
-    def waits_for_step(self) -> bool:
-        """It is updated in step() in every update mode, never inside backward."""
-        return bool(self.spec.matrices or self.spec.experts)
-
-    @cached_property
     def has_second_copy(self) -> bool:
         """The state has a second copy, which speculative updates are written to."""
         return not self.state_files and 1 in self._states
@@ -138,13 +133,13 @@ class BucketRefs:
     def newest(self) -> Ref:
         """The working weights, of a bucket that stays on the device, that new ones are brought
         to."""
-        return self.ref(Memory.WORKING, self._newest)
+        return self.ref(Memory.WORKING, self.newest_version)
 
     @property
     def upload_target(self) -> Ref:
         """The device memory that new weights are brought to."""
         if self.source_kind is Memory.DEVICE_SHARD:
-            return self.sources[self._newest]
+            return self.sources[self.newest_version]
         return self._shard_of(self.newest)
 
     def _shard_of(self, full: Ref) -> Ref:
@@ -154,7 +149,8 @@ class BucketRefs:
         return full._replace(lo=lo, hi=lo + self.spec.shard_numel)
 
     @property
-    def _newest(self) -> int:
+    def newest_version(self) -> int:
+        """The version that new weights are, or become."""
         # An update in place leaves them in the state, whatever loads have read.
         if self.loads_in_turn and self.source_kind is Memory.STATE:
             return 0
@@ -183,26 +179,13 @@ class BucketRefs:
         """This rank's shard of the weights that forward uses, where they lie between two uses."""
         return self.load_source if self.sources else self.shard
 
-    def publish_weights(self) -> bool:
-        """Compute, or its loads, read the new weights from here on; returns whether these are in
-        another place."""
-        before, self.version, self.updates_other_version = self.version, self._newest, False
-        return self.version != before
-
-    @property
-    def new_weight_file(self) -> Ref | None:
-        """The file that new weights are written to; None where they go with the state, or to no
-        disk."""
-        in_file = self.source_kind is Memory.WEIGHT_FILE
-        return self.sources[self.version - 1] if in_file else None
-
     # New weights.
 
     def staged(self, *, other: bool = False) -> Ref | None:
         """Return where new weights wait for their upload, or where they are used if they need not
         wait; None for a slot of a ring."""
         if self.weight_route is WeightRoute.IN_TURN:
-            return self.sources[self._newest]
+            return self.sources[self.newest_version]
         match self.staging:
             case Memory.PENDING:
                 return self.ref(Memory.PENDING)

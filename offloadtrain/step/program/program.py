@@ -25,18 +25,18 @@ from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.activations import ActivationPath
 from offloadtrain.step.program.disk import DiskPath, SavePath
 from offloadtrain.step.program.gradients import GradientPath
-from offloadtrain.step.program.modes import (
+from offloadtrain.step.program.operations import Dependencies, Kind, Lane, Launch, Operations, Ring
+from offloadtrain.step.program.places import BlockRefs, BucketRefs
+from offloadtrain.step.program.streaming import Streaming
+from offloadtrain.step.program.updates import (
     Decision,
     Delayed,
     Early,
     Exact,
     Speculation,
     Speculative,
+    UpdatePath,
 )
-from offloadtrain.step.program.operations import Dependencies, Kind, Lane, Launch, Operations, Ring
-from offloadtrain.step.program.places import BlockRefs, BucketRefs
-from offloadtrain.step.program.streaming import Streaming
-from offloadtrain.step.program.updates import UpdatePath
 
 
 class Program:
@@ -82,8 +82,9 @@ class Program:
 
     def begin_pass(self, pinned: Collection[str] = ()) -> Operations:
         """A forward of the model is about to begin, or the step is over; `pinned`: see `use`."""
-        self._activations.restart()
-        self.streaming.restart(pinned)
+        self._activations.last = None  # no input was saved before the first of the next forward
+        if self.streaming.slots:
+            self.streaming.restart(pinned)
         return self._order.take()
 
     def use(self, block: str, pinned: Collection[str] = (), *, expected: bool = True) -> Operations:
@@ -225,23 +226,11 @@ class Program:
             for bucket in buckets:
                 bucket.gradient.close_sum()
 
-    def verify(self) -> None:
-        """Raise UpdateError if hyperparameters changed after updates inside backward."""
-        self.mode.verify()
-
     def drop(self) -> Operations:
         """Drop the gradients of a step that is not decided."""
         self.end_step()
         self.mode.drop()
         return self._order.take()
-
-    def before_masters_change(self) -> None:
-        """The caller is about to set masters: discard updates of the old ones.
-
-        Raises:
-            UpdateError: they cannot be discarded.
-        """
-        self.mode.before_masters_change()
 
     def flush(self) -> Operations:
         """Between steps: upload waiting weights, so that parameters have the newest ones."""

@@ -90,15 +90,15 @@ class Streaming:
         return block in self._number
 
     @property
+    def unused(self) -> list[str]:
+        """Streamed blocks outside of layers that this pass has not used yet."""
+        used = {self._blocks[number] for number in self.access_order.uses}
+        return [name for name in self._blocks if name in self._outside - used]
+
+    @property
     def resident(self) -> list[str]:
         """Blocks that have a slot."""
         return [block for block in self.slots if block is not None]
-
-    @property
-    def unused(self) -> list[str]:
-        """Streamed blocks outside of layers that this pass has not used yet."""
-        used = {self._blocks[number] for number in self.access_order.seen}
-        return [name for name in self._blocks if name in self._outside - used]
 
     def use(self, block: str, pinned: Collection[str], *, expected: bool = True) -> None:
         """Compute is about to read the block: load it if it has no slot, then load ahead.
@@ -194,16 +194,19 @@ class Streaming:
             source, writes = (bucket.load_source,), (bucket.shard,)
             if bucket.loads_from_file:
                 slot_on_host = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
-                op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,))
                 # disk_load, concurrently with compute and the previous bucket's load: waits for the
                 # write of its source, and for the previous load out of the slot; its own load waits
                 # for it.
-                self._order.launch(op, fresh=slot_on_host)
+                self._order.launch(
+                    Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,)),
+                    fresh=slot_on_host,
+                )
                 source = (slot_on_host,)
-            op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes)
             # load, while compute runs the blocks before: waits for the update that writes its
             # source. On h2d it would queue after uploads that forward does not need yet.
-            self._order.launch(op, fresh=bucket.working)
+            self._order.launch(
+                Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes), fresh=bucket.working
+            )
             if bucket.spec.ranks > 1:
                 gathered = (bucket.working,)
                 # comm, concurrently with the load of the next bucket: waits for its own load.
@@ -218,12 +221,13 @@ class AccessOrder:
     """The access order of the step before, and the position of this step in it.
 
     Attributes:
-        missed: uses in this pass that the order did not contain.
+        uses: the uses of this pass so far.
+        missed: those that the order did not contain.
     """
 
     def __init__(self) -> None:
         self._order: list[int] = []
-        self._uses: list[int] = []
+        self.uses: list[int] = []
         self._next = 0
         self.missed = 0
 
@@ -231,12 +235,7 @@ class AccessOrder:
     def differs(self) -> bool:
         """True if this pass left the known order; one that goes on after its end (training after
         an evaluation) has not."""
-        return bool(self.missed) and self._uses[: len(self._order)] != self._order
-
-    @property
-    def seen(self) -> Sequence[int]:
-        """The uses of this pass so far."""
-        return self._uses
+        return bool(self.missed) and self.uses[: len(self._order)] != self._order
 
     @property
     def future(self) -> Sequence[int]:
@@ -245,8 +244,8 @@ class AccessOrder:
 
     def used(self, block: int) -> None:
         """A block is used. This pass skips the uses that the order has before the block's next."""
-        if not self._uses or self._uses[-1] != block:
-            self._uses.append(block)
+        if not self.uses or self.uses[-1] != block:
+            self.uses.append(block)
         if self._next and self._order[self._next - 1] == block:
             return
         try:
@@ -256,9 +255,9 @@ class AccessOrder:
 
     def restart(self) -> None:
         """A pass has ended: its uses become the order, unless it was only the order's beginning."""
-        if len(self._uses) >= len(self._order) or self.missed:
-            self._order = self._uses
-        self._uses, self._next, self.missed = [], 0, 0
+        if len(self.uses) >= len(self._order) or self.missed:
+            self._order = self.uses
+        self.uses, self._next, self.missed = [], 0, 0
 
 
 def next_use(block: int, future: Sequence[int]) -> int:

@@ -8,9 +8,9 @@ from itertools import count, takewhile
 
 from offloadtrain.step.layout.block_spec import Reading, readings_of
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import Kind, Operations
 from offloadtrain.step.program.program import Program
+from offloadtrain.step.program.updates import Decision
 
 
 def steps(

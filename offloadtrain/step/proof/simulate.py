@@ -65,19 +65,14 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
     return launches
 
 
-def ends(program: Sequence[Timed], seconds: Seconds) -> list[float]:
-    """Return the end of each launch, in seconds from the start."""
-    return [end for end, _ in _simulated(program, seconds)]
-
-
 LINKS: Mapping[str, str] = {Lane.DISK_LOAD: Lane.DISK_READ, Lane.DISK_READ: Lane.DISK_READ}
 """Lane → the lane whose link it shares. One operation at a time has a link."""
 
-_Simulated = list[tuple[float, int | None]]
-"""The end of each launch, and the launch that it waited for last."""
+Simulated = list[tuple[float, int | None]]
+"""The end of each launch, in seconds from the start, and the launch that it waited for last."""
 
 
-def _simulated(program: Sequence[Timed], seconds: Seconds) -> _Simulated:
+def simulated(program: Sequence[Timed], seconds: Seconds) -> Simulated:
     lanes = {entry.op.lane for entry in program}
     if sum(lane in LINKS for lane in lanes) > 1:
         return _Sharing(program, seconds).run()
@@ -108,7 +103,7 @@ class _Sharing:
         self._ready: dict[Lane, tuple[float, int | None]] = {}
         """Lane → when its next launch is ready, and what that waited for last."""
 
-    def run(self) -> _Simulated:
+    def run(self) -> Simulated:
         for _ in self._program:
             start, _ready, number, awaited = min(self._starts())
             op = self._program[number].op
@@ -186,7 +181,7 @@ def steady(
     while True:
         count = settled + period - 1
         program = timed(steps(Program(warm), count, input_bytes, clipped=clipped))
-        times = _simulated(program, seconds)
+        times = simulated(program, seconds)
         before, last = (_mean(program, times, seconds, period, ends) for ends in (-2, -1))
         if _are_alike(before, last) or settled >= _MOST_STEPS:
             return last
@@ -196,7 +191,7 @@ def steady(
 
 def _mean(
     program: Sequence[Timed],
-    simulated: _Simulated,
+    times: Simulated,
     seconds: Seconds,
     period: int,
     ends: int,
@@ -207,7 +202,7 @@ def _mean(
     first, last = decided[ends - period] + 1, decided[ends]
     busy: dict[str, float] = {}
     exposed: dict[str, float] = {}
-    ready = simulated[first - 1][0]
+    ready = times[first - 1][0]
     for number in range(first, last + 1):
         op = program[number].op
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op) / period
@@ -215,16 +210,16 @@ def _mean(
             continue
         # What passed between `ready` and its start is exposed time of the lanes that worked in it,
         # back along what each launch waited for.
-        cause = simulated[number][1]
-        while cause is not None and simulated[cause][0] > ready:
-            end, before = simulated[cause]
-            start = ready if before is None else max(simulated[before][0], ready)
+        cause = times[number][1]
+        while cause is not None and times[cause][0] > ready:
+            end, before = times[cause]
+            start = ready if before is None else max(times[before][0], ready)
             lane = program[cause].op.lane
             exposed[lane] = exposed.get(lane, 0.0) + end - start
             cause = before
-        ready = simulated[number][0]
+        ready = times[number][0]
     of_one = {lane: waited / period for lane, waited in exposed.items()}
-    took_s = simulated[last][0] - simulated[first - 1][0]
+    took_s = times[last][0] - times[first - 1][0]
     return Steady(took_s / period, busy, of_one, (last + 1 - first) / period)
 
 

@@ -164,6 +164,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "streamed, delayed": {"working": "host", "update": "delayed"},
     "streamed, speculative": {"working": "host", "update": "speculative", "clip_norm": 1e9},
+    "sums on the device": {"sums_on": "device", "grad_accum_steps": 2},
+    "some sums on the device": {"sums_on": {"device": 0.5}, "grad_accum_steps": 3},
 }
 
 
@@ -192,9 +194,11 @@ def test_the_log_of_a_run_over_streams_is_proved(options: str) -> None:
     model = Chain(5)
     with on_lanes(lanes):
         optimizer = offload(model, **({"clip_norm": 0.5} | OPTIONS[options]))
-    for tokens in batches(4):
+    accum = optimizer.grad_accum_steps
+    for number, tokens in enumerate(batches(4 * accum)):
         optimizer.backward(loss_of(model, tokens.to(DEVICE)))
-        optimizer.step()
+        if number % accum == accum - 1:
+            optimizer.step()
     optimizer.close()
     assert prove(lanes.program) == []
 

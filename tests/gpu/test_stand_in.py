@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import on_device
 from offloadtrain.runtime.lanes import CudaLanes
 from tests.gpu.precision import DEVICE, HAS_GPU, offload
 from tests.gpu.stand_in import NeedsDeviceError, stand_in
@@ -55,3 +57,28 @@ def test_a_body_whose_operations_race_fails(monkeypatch: pytest.MonkeyPatch) -> 
         optimizer.backward(loss_of(model, batches(1)[0].to(DEVICE)))
         optimizer.step()
         optimizer.close()
+
+
+def test_memory_of_the_device_is_updated_by_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And memory of the host by the host's, which refuse the device's."""
+    updated: list[bool] = []
+    update = on_device.update
+
+    def spy(state: Any, *args: Any) -> None:
+        updated.append(state.master.is_cuda)
+        update(state, *args)
+
+    monkeypatch.setattr(on_device, "update", spy)
+    with stand_in(until=None):
+        optimizer = offload(model := Chain(4), state_on={"device": 0.5})
+        optimizer.backward(loss_of(model, batches(1)[0].to(DEVICE)))
+        optimizer.step()
+        optimizer.synchronize()
+        buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
+        masters = [bucket.state[0].flat for bucket in buckets]
+        on_host, *_, there = sorted(masters, key=lambda master: master.is_cuda)
+        assert there.is_cuda and on_host.is_cpu and not on_host.is_cuda
+        with pytest.raises(ValueError, match="on the CPU"):
+            kernels.copy(on_host, there[: on_host.numel()])
+        optimizer.close()
+    assert updated and all(updated) and not torch.zeros(1).is_cuda

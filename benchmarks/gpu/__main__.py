@@ -1,8 +1,9 @@
 """`python -m benchmarks.gpu [--list 2] [--only GROUP,…] [--budget-minutes 8] [--out DIR]`.
 
-Runs a list of the suite (1: the tests marked `gpu`, and what is asked first), or groups of either,
-in order of value until the time is used up; each measurement in a process of its own, its figures
-written before the next begins. Started again within a day it goes on where it was cut off.
+Runs a list of the suite (1: the tests marked `gpu`, and what is asked first), or groups of either
+in the order in which they are named, until the time is used up; each measurement in a process of
+its own, its figures written before the next begins. Started again within a day it goes on where it
+was cut off. `--budget-minutes 0` runs nothing and prints how long each may take.
 """
 
 from __future__ import annotations
@@ -42,20 +43,30 @@ def main() -> int:
     results = Results(options.out, title())
     command = "python -m benchmarks.gpu " + " ".join(sys.argv[1:])
     results.describe(machine=machine(), command=command)
-    failed = 0
+    failed, left_out = 0, []
     chosen = _chosen(options)
     traced = next((item.name for item in chosen if item.spec is not None), "")
     for item in chosen:
-        left = 60 * options.budget_minutes - (time.monotonic() - began)
+        left = max(60 * options.budget_minutes - (time.monotonic() - began), 0.0)
         if results.has(item.name):
             print(f"{item.name}: measured before", file=sys.stderr)
         elif left < item.seconds:
-            print(f"{item.name}: left out, {left:.0f} s are left", file=sys.stderr)
+            left_out.append(item)
+            print(
+                f"{item.name}: left out, takes {item.seconds:.0f} s and {left:.0f} s are left",
+                file=sys.stderr,
+            )
         else:
+            start = time.monotonic()
             found = _run(item, results, options, left, traced=item.name == traced)
+            found["wall_s"] = time.monotonic() - start
             results.add(item.name, found)
             failed += "error" in found
             print(f"{item.name}: {_line(found)}", file=sys.stderr, flush=True)
+    if left_out:
+        groups = ",".join(dict.fromkeys(item.group for item in left_out))
+        seconds = sum(item.seconds for item in left_out)
+        print(f"left out: {len(left_out)}, which take {seconds:.0f} s: --only {groups}")
     print(results.path)
     return 1 if failed else 0
 
@@ -65,7 +76,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--budget-minutes", type=float, default=8.0)
     parser.add_argument("--list", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--only", default="", help="groups of either list, with commas between")
+    parser.add_argument(
+        "--only", default="", help="groups of either list, in this order: tests,machine"
+    )
     parser.add_argument("--gpu-memory", default="", help="stands in for a smaller card: 32GiB")
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
     return parser.parse_args()
@@ -79,7 +92,7 @@ def _chosen(options: argparse.Namespace) -> list[Item]:
         known = ", ".join(dict.fromkeys(item.group for item in found))
         raise SystemExit(f"--only {options.only}: {unknown.pop()!r} is not one of {known}")
     if groups:
-        return [item for item in found if item.group in groups]
+        return [item for group in groups for item in found if item.group == group]
     return [item for item in found if item.list == options.list]
 
 

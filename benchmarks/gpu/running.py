@@ -121,6 +121,7 @@ class Running:
         return {
             "exposed_ms": statistics.median(self._exposed_ms),
             "exposed_by_lane": self._exposed_by_lane,
+            "state_on_device": report.state_on_device,
             "host_bytes": host,
             "anonymous_bytes": self._anonymous_bytes - self._anonymous_before,
             "right_guesses": statistics.mean(self._right_guesses) if speculates else None,

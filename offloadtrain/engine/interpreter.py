@@ -403,8 +403,9 @@ class Functions:
             silent = {slot.index for slot in bucket.slots} - {slot.index for slot, _ in delivered}
 
         def measure(squares: Tensor) -> None:
+            # By views: a list of indices would be copied to the device, and this thread waits.
             if silent:
-                squares[list(silent)] = 0.0
+                torch._foreach_zero_([squares[index] for index in silent])
             dense = []
             for slot, grad in delivered:
                 ordered = grad if grad.stride() == slot.stride else flat_gradient(slot, grad)

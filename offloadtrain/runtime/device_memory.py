@@ -57,7 +57,8 @@ class MemoryUse(NamedTuple):
     """The memory of one GPU, in bytes.
 
     Attributes:
-        total: of the GPU.
+        total: of the GPU, without what this process may not take: torch's allocator has a limit if
+            `torch.cuda.set_per_process_memory_fraction` was called.
         others: in use outside of torch's allocator, by this process (CUDA's context) and others.
         peak: the most that torch's allocator has reserved since its statistics were reset.
     """
@@ -71,7 +72,9 @@ def memory_use(device: torch.device) -> MemoryUse:
     """Ask driver and allocator of a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
-    return MemoryUse(total, total - free - reserved["current"], reserved["peak"])
+    others = total - free - reserved["current"]
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return MemoryUse(min(total, others + allowed), others, reserved["peak"])
 
 
 def failed_allocations(device: torch.device) -> int:

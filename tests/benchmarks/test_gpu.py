@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -100,11 +101,20 @@ def test_measurements_that_the_time_does_not_allow_are_left_out(
     monkeypatch.setattr(sys, "argv", [*arguments, "--budget-minutes", "0"])
     assert main() == 0
     out, err = capsys.readouterr()
-    assert "left out" in err and json.loads(Path(out.strip()).read_text())["measurements"] == {}
+    summary, path = out.splitlines()
+    assert "left out, takes 20 s and 0 s are left" in err
+    assert summary.startswith("left out: ") and "--only tests,machine,resident" in summary
+    assert json.loads(Path(path).read_text())["measurements"] == {}
     assert "fsdp2" not in err
     monkeypatch.setattr(sys, "argv", [*arguments, "--budget-minutes", "0", "--list", "2"])
     assert main() == 0
     assert "fsdp2" in capsys.readouterr().err
+    groups = ["state_on", "tests", "resident"]
+    monkeypatch.setattr(
+        sys, "argv", [*arguments, "--budget-minutes", "0", "--only", ",".join(groups)]
+    )
+    assert main() == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("--only state_on,tests,resident")
     monkeypatch.setattr(sys, "argv", [*arguments, "--only", "all"])
     with pytest.raises(SystemExit, match="'all' is not one of"):
         main()
@@ -193,6 +203,24 @@ def test_the_suite() -> None:
     capped = items(Here(cap=20 * GIB), toy=False)
     caps = {item.spec.gpu_memory for item in capped if item.spec is not None}
     assert caps == {20 * GIB, 24 * GIB, 32 * GIB}
+
+
+def test_the_page_names_every_group() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"^\| [12, ]+ \| `(\w+)` ", row)}
+    assert named == {item.group for item in items(Here(), toy=False)}
+
+
+def test_the_next_session_is_that_of_the_page() -> None:
+    """What it runs takes the time that it gives."""
+    page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    found = re.search(r"benchmarks\.gpu --only (\S+) --budget-minutes (\d+)", page)
+    assert found is not None
+    groups, minutes = found[1].split(","), int(found[2])
+    values = [item for item in items(Here(flops=989e12), toy=False) if item.group in groups]
+    assert {item.group for item in values} == set(groups)
+    assert sum(item.seconds for item in values) <= 60 * minutes
 
 
 def test_every_system_has_a_resident_run_to_be_compared_with() -> None:

@@ -36,6 +36,9 @@ from tests.numerics.reference import DelayedRun, ResidentRun
 
 pytestmark = pytest.mark.gpu
 
+NORM_TOLERANCE = 1e-14
+"""A GPU adds squares in its own order."""
+
 
 class ResidentOnGpu(ResidentRun):
     """The resident reference with its model on the GPU and its AdamW(fused=True) on the CPU."""
@@ -91,7 +94,9 @@ def compare(
             optimizer.backward(loss)
         optimizer.step()
         assert [loss.item() for loss in losses] == expected
-        assert is_delayed or optimizer.grad_norm == pytest.approx(resident.norms[-1], rel=1e-14)
+        assert is_delayed or optimizer.grad_norm == pytest.approx(
+            resident.norms[-1], rel=NORM_TOLERANCE
+        )
     optimizer.synchronize()
     if isinstance(resident, DelayedRun):
         resident.flush()
@@ -159,6 +164,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "streamed, delayed": {"working": "host", "update": "delayed"},
     "streamed, speculative": {"working": "host", "update": "speculative", "clip_norm": 1e9},
+    "sums on the device": {"sums_on": "device", "grad_accum_steps": 2},
+    "some sums on the device": {"sums_on": {"device": 0.5}, "grad_accum_steps": 3},
 }
 
 
@@ -187,9 +194,11 @@ def test_the_log_of_a_run_over_streams_is_proved(options: str) -> None:
     model = Chain(5)
     with on_lanes(lanes):
         optimizer = offload(model, **({"clip_norm": 0.5} | OPTIONS[options]))
-    for tokens in batches(4):
+    accum = optimizer.grad_accum_steps
+    for number, tokens in enumerate(batches(4 * accum)):
         optimizer.backward(loss_of(model, tokens.to(DEVICE)))
-        optimizer.step()
+        if number % accum == accum - 1:
+            optimizer.step()
     optimizer.close()
     assert prove(lanes.program) == []
 
@@ -326,7 +335,8 @@ def test_fp8_has_the_bits_of_a_converted_model(recipe: Fp8Recipe, options: dict[
     copied = test_float8.converted(model, recipe, emulate=not HAS_GPU).to(DEVICE)
     optimizer = offload(model, test_float8.RULE, precision="bf16", fp8=recipe, **options)
     resident = ResidentOnGpu(copied, torch.bfloat16)
-    follow(resident, optimizer, model, [tokens.to(DEVICE) for tokens in batches(4)])
+    stream = [tokens.to(DEVICE) for tokens in batches(4)]
+    follow(resident, optimizer, model, stream, norm_tolerance=NORM_TOLERANCE)
     optimizer.close()
 
 
@@ -358,7 +368,8 @@ def test_fused_kernels_have_the_bits_of_a_resident_model(options: dict[str, Any]
         value = loss(model, tokens)
         optimizer.backward(value)
         optimizer.step()
-        assert value.item() == expected and optimizer.grad_norm == resident.norms[-1]
+        assert value.item() == expected
+        assert optimizer.grad_norm == pytest.approx(resident.norms[-1], rel=NORM_TOLERANCE)
     optimizer.close()
 
 
@@ -421,13 +432,13 @@ def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     assert ledger.total(Tier.HOST) == 0
 
 
-@pytest.mark.gpu(until="torch.cuda._sleep")
 def test_lanes_keep_their_order_under_delays() -> None:
     lanes = lanes_for(DEVICE)
     host = Buffer("host", torch.zeros(1 << 20, pin_memory=HAS_GPU))
     device = Buffer("device", torch.zeros(1 << 20, device=DEVICE))
     for round_ in range(1, 6):
-        torch.cuda._sleep(20_000_000)
+        if HAS_GPU:
+            torch.cuda._sleep(20_000_000)
         lanes.launch(Lane.COMPUTE, "fill", lambda t, r=round_: t.fill_(r), (), [device.whole])
         lanes.wait(Lane.D2H, lanes.record(Lane.COMPUTE), "filled")
         lanes.launch(Lane.D2H, "down", transfer_copy, [device.whole], [host.whole])
@@ -453,21 +464,27 @@ def test_a_failure_on_the_host_lane_is_raised_and_nothing_hangs() -> None:
     lanes.close()
 
 
-@pytest.mark.gpu(until="torch.cuda.set_sync_debug_mode")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_training_waits_for_nothing_but_the_norm() -> None:
-    model = Chain()
+@pytest.mark.parametrize("name", ["chain", "partly used"])
+def test_training_waits_for_nothing_but_the_norm(name: str) -> None:
+    """Nor in a step in which other parameters have a gradient than before."""
+    model: Any = MODELS[name]()
     optimizer = offload(model)
     tokens = batches(1)[0].to(DEVICE)
     for _ in range(3):
         optimizer.backward(loss_of(model, tokens))
         optimizer.step()
+    if name == "partly used":
+        for layer in model.layers:
+            layer.uses_spare = not layer.uses_spare
     try:
-        torch.cuda.set_sync_debug_mode("error")
+        if HAS_GPU:
+            torch.cuda.set_sync_debug_mode("error")
         optimizer.backward(loss_of(model, tokens))
         optimizer.step()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        if HAS_GPU:
+            torch.cuda.set_sync_debug_mode("default")
     optimizer.close()
 
 
@@ -554,11 +571,15 @@ def test_a_host_lane_waits_for_a_stream_without_python() -> None:
 
 def _fill_the_card_in_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
     """When the gradient comes back to here: blocks behind have delivered theirs."""
-    size = 2 * torch.cuda.mem_get_info()[0]
-    output.register_hook(lambda grad: torch.empty(size, device=DEVICE))
+
+    def fail(grad: torch.Tensor) -> None:
+        if HAS_GPU:
+            torch.empty(2 * torch.cuda.mem_get_info()[0], dtype=torch.uint8, device=DEVICE)
+        raise torch.OutOfMemoryError("planted, where there is no card")
+
+    output.register_hook(fail)
 
 
-@pytest.mark.gpu(until="torch.cuda.mem_get_info")
 def test_out_of_memory_in_the_middle_of_a_step_leaves_a_usable_engine() -> None:
     """The step is dropped: what follows has the bits of a run that never tried it."""
     losses: dict[bool, list[float]] = {}

@@ -364,12 +364,17 @@ def test_where_nothing_can_move_it_is_said(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_what_driver_and_allocator_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that torch has reserved is not that of others, and its peak counts."""
+    """Memory that torch has reserved is not that of others, its peak counts, and so does a limit of
+    what this process may reserve."""
     stats = {"reserved_bytes": {"all": {"current": 6 << 30, "peak": 9 << 30}}, "num_ooms": 2}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 << 30, 32 << 30))
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-    device = torch.device("cuda", 0)
+    device, fractions = torch.device("cuda", 0), iter((1.0, 0.5))
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda device: next(fractions)
+    )
     assert device_memory.memory_use(device) == (32 << 30, 3 << 30, 9 << 30)
+    assert device_memory.memory_use(device) == ((3 + 16) << 30, 3 << 30, 9 << 30)
     assert device_memory.failed_allocations(device) == 2
     assert device_memory.failed_allocations(torch.device("cpu")) == 0
     assert promotion.reserve_bytes(4 << 30) == 1 << 30 and promotion.reserve_bytes(10**11) == 10**10

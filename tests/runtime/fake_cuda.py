@@ -232,7 +232,7 @@ class Gpu:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Until the patch is undone."""
-        for name in ("stream", "current_stream", "set_device"):
+        for name in ("stream", "current_stream", "set_device", "set_stream"):
             patch.setattr(torch.cuda, name, getattr(self, name))
         patch.setattr(torch.cuda, "Stream", self.stream_type)
         patch.setattr(torch.cuda, "Event", self.event_type)
@@ -273,6 +273,9 @@ class Gpu:
             yield
         finally:
             self._thread.stream = before
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self._thread.stream = stream
 
     def set_device(self, device: torch.device) -> None:
         self.check_device(device)

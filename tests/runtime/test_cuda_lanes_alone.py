@@ -275,6 +275,20 @@ def test_poison_is_in_the_order_of_its_lane(lanes: LoggedLanes) -> None:
         assert poisoned == [True, True] and memory.flat.eq(0).all(), lane
 
 
+@timely
+def test_what_reads_the_device_has_a_stream_of_its_own(gpu: Gpu, lanes: LoggedLanes) -> None:
+    """Also where a thread reads memory and launches nothing: state that goes into a checkpoint."""
+    streams: dict[Lane, Lane] = {}
+
+    def look(lane: Lane) -> None:
+        streams[lane] = gpu.lane_of(gpu.current_stream())
+
+    for lane in (*ON_STREAMS, Lane.WRITE):
+        lanes.launch(lane, "look", partial(look, lane))
+    lanes.synchronize()
+    assert streams == {lane: lane for lane in (*ON_STREAMS, Lane.WRITE)}
+
+
 # ---- failures and the end
 
 

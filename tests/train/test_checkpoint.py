@@ -28,6 +28,7 @@ import offloadtrain as ot
 from offloadtrain.cli.main import main
 from offloadtrain.hardware import direct_io
 from offloadtrain.hardware.direct_io import BLOCK, DirectFile, aligned_buffer
+from offloadtrain.runtime.lanes import Lane
 from offloadtrain.train.checkpoint import checkpoint, reader
 from offloadtrain.train.checkpoint.manifest import (
     CheckpointError,
@@ -39,6 +40,7 @@ from offloadtrain.train.checkpoint.manifest import (
 from offloadtrain.train.checkpoint.reader import Piece, Target, scatter
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Part, TensorWriter, save
+from tests.runtime.fake_cuda import installed
 from tests.train.faulty_os import FaultyOs, fail_with, through
 from tests.train.toy_state import ToyModel, ToyState, filled, same
 
@@ -106,6 +108,30 @@ def test_saving_copies_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     writer.finish()
     windows = {(memory.data_ptr() + at, 4 * BLOCK) for at in (0, 4 * BLOCK)}
     assert windows <= set(written) and len(written) == 3
+    assert (tmp_path / "rank-000.bin").read_bytes() == memory.numpy().tobytes()
+
+
+def test_state_on_a_device_is_copied_on_the_stream_of_who_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on that of the threads which write the file: it is compute's."""
+    region, memory = big_region(tmp_path, 10 * BLOCK)
+    writer, used = TensorWriter(tmp_path / "rank-000.bin", [region]), []
+    with installed("thread") as gpu, monkeypatch.context() as patch:
+        own = gpu.stream_type()
+        gpu.use({Lane.WRITE: own})
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        aligned = TensorWriter._aligned
+
+        def spy(writer: TensorWriter, part: torch.Tensor, num_bytes: int) -> memoryview:
+            used.append(gpu.lane_of(gpu.current_stream()))
+            return aligned(writer, part, num_bytes)
+
+        patch.setattr(TensorWriter, "_aligned", spy)
+        with gpu.stream(own):
+            writer.write([Part(region, memory, 0, memory.numel())])
+    writer.finish()
+    assert writer.failure is None and used == [Lane.WRITE]
     assert (tmp_path / "rank-000.bin").read_bytes() == memory.numpy().tobytes()
 
 

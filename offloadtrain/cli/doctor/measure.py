@@ -289,11 +289,12 @@ def rates_at_once(copies: PinnedCopies, numel: int) -> dict[str, float]:
         seconds = []
         for _ in range(ROUNDS):
             copies.start(2 * alone_s)
-            began = time.perf_counter()
+            # Some are over while others are launched.
+            before, began = copies.finished_bytes(), time.perf_counter()
             update()
             seconds.append(time.perf_counter() - began)
-            for way, nbytes in zip(ways, copies.finished_bytes(), strict=True):
-                way.append(nbytes / seconds[-1] / 1e9)
+            for way, earlier, later in zip(ways, before, copies.finished_bytes(), strict=True):
+                way.append((later - earlier) / seconds[-1] / 1e9)
             copies.wait()
         rates[f"{name}_copying_gparams"] = b.grad.numel() / statistics.median(seconds) / 1e9
     up, down = map(statistics.median, ways)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -188,13 +189,10 @@ def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
 def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
     """See `kernels.sum_squares_each`."""
     norms = torch._foreach_norm([flat for _, flat in tensors], 2, dtype=torch.float64)
-    squares[_index(tuple(id for id, _ in tensors), squares.device)] = torch.stack(norms).square_()
-
-
-@lru_cache(maxsize=4096)
-def _index(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Keep the ids there: copying them in every step would stop the launching thread."""
-    return torch.tensor(ids, device="cpu").to(device)
+    torch._foreach_mul_(norms, norms)
+    # Views and no index: a tensor of ids would be copied to the device, which stops the launching
+    # thread until compute is done, for every new set of parameters with a gradient.
+    torch._foreach_copy_([squares[id] for id, _ in tensors], norms)
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -242,7 +240,8 @@ def _has_compiler() -> bool:
 def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScalars) -> None:
     """See `kernels.update`; split16 or int8 state, in place."""
     fields = state.format.fields(scalars.moments)
-    coefficients = torch.tensor(scalars.coefficients(), device=grad.device)
+    coefficients = torch.tensor(scalars.coefficients(), dtype=torch.float32, device=grad.device)
+    update_piece = _compiled(state.format.name, grad.dtype)
     rows = [
         (offset + lo, offset + hi, scalars.key(parameter, first + lo), first + lo)
         for offset, numel, parameter, first in layout.rows()
@@ -252,13 +251,19 @@ def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScala
     draws = [[key & 0xFFFFFFFF, key >> 32, element] for _, _, key, element in rows]
     keys = torch.tensor(draws, dtype=torch.int64, device=grad.device).view(-1, 3)
     for (lo, hi, _, _), key in zip(rows, keys, strict=True):
-        _compiled()(state.format.name, cut(fields, state, lo, hi), grad[lo:hi], coefficients, key)
+        update_piece(state.format.name, cut(fields, state, lo, hi), grad[lo:hi], coefficients, key)
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    """Compile on first use: importing what compiles takes seconds."""
-    made: Callable[..., None] = torch.compile(narrow_adam, dynamic=True, fullgraph=True)
+def _compiled(format: str, dtype: torch.dtype) -> Callable[..., None]:
+    """Compile on first use: importing what compiles takes seconds.
+
+    torch counts the variants of a code object and refuses a ninth. Small parameters need up to
+    three: each format and dtype of gradients has a code object of its own.
+    """
+    code = narrow_adam.__code__.replace(co_name=f"narrow_adam_{format}")
+    function = FunctionType(code, narrow_adam.__globals__)
+    made: Callable[..., None] = torch.compile(function, dynamic=True, fullgraph=True)
     return made
 
 

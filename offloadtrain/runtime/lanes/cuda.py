@@ -6,8 +6,9 @@
   backward).
 * host, h2d, load, comm, ortho, update and the lanes of the disk have a thread each; among ranks d2h
   too, since it waits for comm. The host thread computes, without the interpreter's lock where the
-  kernels are native; the threads of the disk move memory to it and from it. The others launch
-  copies, collectives and the device's part of updates onto their streams.
+  kernels are native; the threads of the disk move memory to it and from it, and what they copy from
+  the device goes over a stream of their own. The others launch copies, collectives and the device's
+  part of updates onto their streams.
 * A load whose lane's thread has nothing to do, and whose waits are for events that are issued, is
   launched by the launching thread itself: it blocks nowhere, and the other thread would only get
   the interpreter's lock when this one stops for it.
@@ -66,17 +67,18 @@ class CudaLanes(QueuedLanes):
         # thread.
         on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.UPDATE]
         on_threads += [Lane.D2H] if among_ranks else []
-        streamed = dict.fromkeys([*on_threads, Lane.D2H])
+        streamed = dict.fromkeys([*on_threads, Lane.D2H, Lane.WRITE])
         self._streams = {lane: torch.cuda.Stream(device) for lane in streamed}
         begin = partial(_bind, device)
         self._host = make_host_queue(self._failure, begin, cuda_driver.event_synchronize())
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
         self._awaited: dict[Lane, list[StreamEvent]] = {lane: [] for lane in on_threads}
         """What the next task of a lane with a thread waits for."""
-        self._queues = {
-            Lane.HOST: self._host,
-            **{lane: PythonQueue(self._failure, begin, lane) for lane in DISK_LANES},
-        }
+        self._queues = {Lane.HOST: self._host}
+        for lane in DISK_LANES:
+            # write reads state on the device, too: on compute's stream the next forward would wait.
+            bound = partial(_bind, device, self._streams.get(lane))
+            self._queues[lane] = PythonQueue(self._failure, bound, lane)
         self._times = StreamTimes()
         self._computed_on: torch.cuda.Stream | None = None
 
@@ -333,8 +335,10 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _bind(device: torch.device) -> None:
-    """Make a thread's calls, also those to the driver, go to the device."""
+def _bind(device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    """Make a thread's calls, also those to the driver, go to the device, and to a stream of it."""
     torch.cuda.set_device(device)
+    if stream is not None:
+        torch.cuda.set_stream(stream)
     # The context is made current by the first call of the runtime; a query is the cheapest.
     torch.cuda.current_stream(device).query()

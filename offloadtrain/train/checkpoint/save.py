@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -118,11 +118,15 @@ class TensorWriter:
         An error is kept in `failure`.
         """
         writes = [
-            self._pool.submit(self._write, part.region, flat[lo - start : hi - start], lo, hi)
+            self._pool.submit(
+                self._write, part.region, flat[lo - start : hi - start], lo, hi, stream
+            )
             for part in parts
             for size in [part.tensor.itemsize]
             # (n,) uint8; of a tensor that is not contiguous, a copy.
             for flat in [part.tensor.detach().contiguous().reshape(-1).view(torch.uint8)]
+            # That of the thread which launches: the pool's would be compute's.
+            for stream in [torch.cuda.current_stream(flat.device) if flat.is_cuda else None]
             for start in [part.region.offset + part.lo * size]
             for lo, hi in part.windows(size)
         ]
@@ -162,11 +166,19 @@ class TensorWriter:
                     digests.append(self._digests[chunk.lo])
         return [replace(entry, digests=tuple(digests)) for entry, digests in digests_of.items()]
 
-    def _write(self, region: Region, values: torch.Tensor, lo: int, hi: int) -> None:
+    def _write(
+        self,
+        region: Region,
+        values: torch.Tensor,
+        lo: int,
+        hi: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
         if self.failure is not None:
             return
         try:
-            memory = self._aligned(values, hi - lo)
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                memory = self._aligned(values, hi - lo)
             for chunk in region.within(lo, hi):
                 data = memory[chunk.lo - lo : chunk.hi - lo]
                 self._digests[chunk.lo] = xxhash.xxh3_128_hexdigest(data)

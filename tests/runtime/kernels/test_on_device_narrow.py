@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -46,12 +48,13 @@ def scalars(*, decoupled: bool = True, beta1: float = 0.9) -> AdamScalars:
     )
 
 
-def compare(name: str, scalars_of_step: AdamScalars) -> float:
+def compare(name: str, scalars_of_step: AdamScalars, on: str | torch.device = "cpu") -> float:
     """Update both ways; returns the share of bytes that differ."""
-    host, device = made(name), made(name)
+    host, state = made(name), [field.to(on) for field in made(name)]
     grad = torch.randn(NUMEL).bfloat16()
     kernels.update(host, grad, scalars_of_step, layout=LAYOUT)
-    on_device.update_narrow(device, grad, LAYOUT, scalars_of_step)
+    on_device.update_narrow(STATES[name](*state), grad.to(on), LAYOUT, scalars_of_step)
+    device = STATES[name](*(field.cpu() for field in state))
     pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(host, device, strict=True)]
     codec = CODECS[name]
     for of_host, of_device in zip(codec.load(host), codec.load(device), strict=True):
@@ -74,7 +77,7 @@ def compare(name: str, scalars_of_step: AdamScalars) -> float:
 def test_it_is_the_hosts_update_to_the_rounding_of_fp32(
     name: str, scalars_of_step: AdamScalars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_device, "_compiled", lambda: on_device.narrow_adam)
+    monkeypatch.setattr(on_device, "_compiled", lambda *_: on_device.narrow_adam)
     monkeypatch.setattr(on_device, "_NARROW_PIECE", 1 << 14)
     assert compare(name, scalars_of_step) < 0.05
 
@@ -85,6 +88,34 @@ def test_it_is_the_hosts_update_to_the_rounding_of_fp32(
 def test_compiled_it_is_the_same(name: str) -> None:
     """By torch's compiler for the CPU."""
     assert compare(name, scalars()) < 0.05
+
+
+def test_another_default_dtype_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "_compiled", lambda *_: on_device.narrow_adam)
+    states = [made("split16") for _ in range(2)]
+    grad = torch.randn(NUMEL).bfloat16()
+    for state, dtype in zip(states, (torch.float32, torch.bfloat16), strict=True):
+        torch.set_default_dtype(dtype)
+        try:
+            on_device.update_narrow(state, grad, LAYOUT, scalars())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, *states))
+
+
+def test_every_size_of_every_format_has_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes eight variants of a function and refuses more. The generated code is left out."""
+    torch.compiler.reset()
+    compiled = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(on_device.torch, "compile", compiled)
+    on_device._compiled.cache_clear()
+    try:
+        dtypes, sizes = (torch.bfloat16, torch.float32), (1000, 1, 100)
+        for dtype, name, numel in product(dtypes, ("split16", "int8"), sizes):
+            grad, layout = torch.randn(NUMEL).to(dtype), Layout([0], [numel], [3])
+            on_device.update_narrow(made(name), grad, layout, scalars())
+    finally:
+        on_device._compiled.cache_clear()
 
 
 def test_without_triton_that_is_said_once_and_torch_does_it(
@@ -103,7 +134,7 @@ def differs(scalars_of_step: Tensor, other: Tensor) -> bool:
 
 
 def test_what_is_outside_of_the_layout_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "_compiled", lambda: on_device.narrow_adam)
+    monkeypatch.setattr(on_device, "_compiled", lambda *_: on_device.narrow_adam)
     before, after = made("split16"), made("split16")
     on_device.update_narrow(after, torch.randn(NUMEL).bfloat16(), LAYOUT, scalars())
     for old, new in zip(before, after, strict=True):

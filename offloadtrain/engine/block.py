@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -432,6 +431,8 @@ class Residency(Source):
         forward_order: blocks in the order of their first use in forward, as keys.
         gathers: weights of some blocks are in shards, which forwards gather (ZeRO stage 3).
         exposed: streamed blocks whose parameters are views of the host's copy.
+        unpacking: above 0 while inputs of a recompute are unpacked: all pins stay, as the inputs
+            were saved earlier than the node that backward is at.
     """
 
     interpreter: Interpreter
@@ -451,7 +452,7 @@ class Residency(Source):
         self._running: dict[int, dict[Block, int]] = {}
         """Graph task → block whose backward it is in → the clock of the oldest saved tensor of it
         that was unpacked."""
-        self._unpacking = 0
+        self.unpacking = 0
         self._latest: Block | None = None
         """The block used last: in its slot, waited for, and the blocks after it are on their
         way."""
@@ -510,6 +511,9 @@ class Residency(Source):
         # Before the loads: the other ranks run their all-gathers after the same reduce-scatters.
         if self.on_backward is not None and now >= 0:
             self.on_backward(block.clock.last, block)
+        # A forward that runs again in the backward that has just used its block.
+        if expected and block is self._latest:
+            return
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
         self.interpreter.run(self._program.use, block.name, self._pinned(), expected=expected)
         self._latest = block
@@ -542,20 +546,10 @@ class Residency(Source):
         self._at, pinned = None, self._running.setdefault(task, {})
         # A pin ends here, not with the block's last handle: a retained graph keeps handles alive,
         # and would keep its blocks in the slots.
-        if not self._unpacking:
+        if not self.unpacking:
             for other in [other for other, saved in pinned.items() if saved > clock]:
                 del pinned[other]
         return pinned
-
-    @contextmanager
-    def unpacking(self) -> Iterator[None]:
-        """Keep all pins while the inputs of a recompute are unpacked: they were saved earlier than
-        the node that backward is at."""
-        self._unpacking += 1
-        try:
-            yield
-        finally:
-            self._unpacking -= 1
 
     def is_at(self, block: Block, clock: int) -> bool:
         """Tell whether the read before this one in the same backward was of the same forward of the
@@ -574,11 +568,11 @@ class Residency(Source):
         if known and block.name in self._program.streaming.slots:
             return
         if block is not self._latest:
-            if self.on_backward is not None and not self._unpacking:
+            if self.on_backward is not None and not self.unpacking:
                 self.on_backward(clock, None)
             self.use(block)
         # While the inputs of a recompute are unpacked, later pins are kept that end afterwards.
-        self._at = None if self._unpacking else (torch._C._current_graph_task_id(), clock)
+        self._at = None if self.unpacking else (torch._C._current_graph_task_id(), clock)
 
     def end_backward(self) -> None:
         """No backward runs: the next one needs the slots, also where no forward comes first."""

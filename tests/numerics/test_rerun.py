@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
-from offloadtrain.engine.autograd.recompute import Rewind, RewindError
+from offloadtrain.engine.autograd.recompute import RecomputeError, Rewind, RewindError
 from offloadtrain.engine.autograd.saved_tensors import ChangedInPlaceError
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.runtime.lanes import on_lanes
@@ -257,6 +257,99 @@ def test_a_forward_without_backward_keeps_nothing_alive() -> None:
     finally:
         gc.enable()
     optimizer.close()
+
+
+# What the second run saves
+
+
+class Branching(Layer):
+    """Its second run saves a tensor of another shape, or fewer tensors."""
+
+    branch = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        BRANCHES.append(None)
+        if self.branch == "a tensor of another shape" and len(BRANCHES) > 2:
+            x = x[:2]
+        x = super().forward(x)
+        return x if self.branch == "fewer tensors" and len(BRANCHES) > 2 else x.sigmoid()
+
+
+BRANCHES: list[None] = []
+"""One for each run: an attribute of the layer would be put back in between."""
+
+
+@pytest.mark.parametrize(
+    ("branch", "message"),
+    [
+        ("a tensor of another shape", r"saved \(\(3, 24\), .* in its first run, and \(\(2, 24\), "),
+        ("fewer tensors", r"saved \d+ tensors in its first run, and \d+ in its second"),
+    ],
+)
+def test_a_second_run_that_computes_something_else_raises(branch: str, message: str) -> None:
+    model = nn.Sequential(Branching(), Branching())
+    model[1].branch = branch
+    optimizer = ot.offload(model, device="cpu", activation="recompute")
+    BRANCHES.clear()
+    loss = model(torch.randn(3, WIDTH)).sum()
+    with pytest.raises(RecomputeError, match=message):
+        optimizer.backward(loss)
+    optimizer.close()
+
+
+MADE: list[weakref.ref[Tensor]] = []
+"""Results that nodes save."""
+
+
+class Observed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x).exp()
+        MADE.append(weakref.ref(result))
+        return result * x
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_a_retained_graph_runs_again_for_each_backward_and_keeps_none_of_it(working: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Observed(), Observed())
+    plain = copy.deepcopy(model)
+    optimizer = ot.offload(
+        model, device="cpu", activation="recompute", working=working, precision="fp32"
+    )
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    (expected,) = torch.autograd.grad(plain(x).sum(), x)
+    gc.collect()
+    gc.disable()
+    try:
+        MADE.clear()
+        loss = model(x).sum()
+        for backward in range(3):
+            (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+            assert torch.equal(grad, expected)
+            assert len(MADE) == 2 * (backward + 2)
+            assert not any(reference() is not None for reference in MADE)
+    finally:
+        gc.enable()
+    optimizer.close()
+
+
+class Inner(Layer):
+    """Runs a backward through a part of itself, in both of its runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        (grad,) = torch.autograd.grad(y.square().sum(), y, retain_graph=True)
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return x + y * grad.detach() + slope.detach()
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_a_backward_inside_a_forward_that_runs_again(working: str) -> None:
+    resident, optimizer, model = pair(
+        make(lambda: of_layers(Inner)), accum=2, activation="recompute", working=working
+    )
+    follow(resident, optimizer, model, batches(8), 2)
+    assert_same(resident, optimizer, model)
 
 
 # Inputs that a forward changes

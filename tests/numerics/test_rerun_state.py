@@ -74,6 +74,13 @@ class Drawing(Layer):
         return x + super().forward(x * mask * sum(scales))
 
 
+class Paired(Layer):
+    """Draws a normal number: every second one was computed with the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.gauss(0, 1))
+
+
 class Dropped(Layer):
     """Stochastic depth that begins late, in one layer, from Python's generator and NumPy's."""
 
@@ -143,7 +150,7 @@ def train(
 
 
 @pytest.mark.parametrize("activation", ["recompute", "offload"])
-@pytest.mark.parametrize("layer", [Normed, Iterating, Following, Drawing, Dropped])
+@pytest.mark.parametrize("layer", [Normed, Iterating, Following, Drawing, Paired, Dropped])
 @pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_bits_are_those_of_kept_activations(
     layer: Callable[[], nn.Module], activation: str, ahead: bool

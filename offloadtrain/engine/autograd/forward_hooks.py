@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import NamedTuple
 
@@ -26,7 +27,13 @@ from offloadtrain.engine.autograd.compiled import CompiledForward
 from offloadtrain.engine.autograd.hooks import has_ended, watch
 from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
-from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors, are_covered
+from offloadtrain.engine.autograd.saved_tensors import (
+    Chain,
+    Hooks,
+    PassOn,
+    SavedTensors,
+    are_covered,
+)
 from offloadtrain.engine.autograd.selective import Policy, engine_code
 from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.checks import has_compiled
@@ -126,13 +133,19 @@ class ForwardHooks:
 
     @engine_code
     def enter(
-        self, module: nn.Module, *, again: bool = False, frame: FrameType | None = None
+        self,
+        module: nn.Module,
+        *,
+        again: bool = False,
+        frame: FrameType | None = None,
+        begin: Callable[[Hooks], PassOn] | None = None,
     ) -> None:
         """Pre-forward: wait for the weights, open the span, make saved weights handles.
 
         Args:
             again: the call comes from inside a forward that is recomputed ([Note: Recompute]).
             frame: that of the forward, if it may end without `leave`.
+            begin: see `SavedTensors.push`.
         """
         self.end_interrupted()
         hooked, again_now = self._hooked[module], in_backward()
@@ -163,11 +176,25 @@ class ForwardHooks:
         )
         saved = [] if looks_up else streamed
         outside = self._saved.enter(blocks, saved, again=again or again_now)
-        pushed = self._saved.push(offloader, frame) if hooked.handles else None
+        pushed = self._saved.push(offloader, frame, begin) if hooked.handles else None
         writes = [(block, block.writes.read()) for block in streamed]
         running = _Running(module, frame, span, pushed, blocks, outside, writes)
         hooked.running.append(running)
         self._running.append(running)
+
+    def enter_again(
+        self, module: nn.Module, begin: Callable[[Hooks], PassOn]
+    ) -> Callable[[], object]:
+        """A run of a recomputed forward begins ([Note: Recompute]); returns the function that ends
+        it; `begin`: see `SavedTensors.push`."""
+        self.end_interrupted()
+        if in_backward() or not self._running or self._running[-1].module is not module:
+            self.enter(module, again=True, begin=begin)
+            return partial(self.leave, module)
+        # The module's hooks have waited for the weights. Only torch's checkpoint has pushed
+        # saved-tensor hooks since.
+        pushed = self._saved.push(begin=begin)
+        return partial(self._saved.pop, pushed)
 
     def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
         """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
@@ -198,8 +225,7 @@ class ForwardHooks:
         at = next(i for i in range(len(self._running) - 1, -1, -1) if self._running[i] is running)
         del self._running[at]
         self._saved.set_within(running.outside)
-        if running.pushed is not None:
-            self._saved.pop(running.pushed)
+        self._saved.pop(running.pushed)
         names = (block.written_since(counts) for block, counts in running.writes)
         written = next(filter(None, names), None)
         # Without a pin the slot may go to another block, whose load waits for compute up to then.

@@ -10,6 +10,14 @@ handles: the engine's hooks are innermost in both runs. Changes that the first r
 inputs, and to what its modules keep, are undone for the second one: [Note: Rewound inputs]. Tensors
 that it wrote there, such as a key-value cache, live until backward: a warning says so once.
 
+[Note: What torch's checkpoint gets]
+torch's checkpoint takes 10 microseconds for each saved tensor. So it gets one: an empty marker,
+whose unpacking makes it run the forward again. What the first run saves becomes a `_Placeholder`. A
+second run fills the placeholders in the same order, and saves the marker after the last one: there
+torch's checkpoint ends the run. A placeholder hands its tensor to one node of one backward, so that
+memory is freed as torch's checkpoint frees it, and another use in the same backward raises torch's
+error. Weights get no placeholder: they are handles.
+
 [Note: Random numbers of the second run]
 torch's checkpoint restores torch's global generators. A layer may draw from further ones: Python's
 `random`, NumPy's global generator, and generators among the attributes of its modules and its
@@ -60,6 +68,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.hooks import ReplacedForward, Watcher, passthrough
+from offloadtrain.engine.autograd.saved_tensors import Hooks, Kept, PassedOn, PassOn
 from offloadtrain.engine.autograd.selective import Policy, Selection
 
 
@@ -82,9 +91,7 @@ class RandomStates:
     def forget_unused(self) -> None:
         """The first run is over: forget the shared generators that it has not drawn from."""
         self._shared = [
-            (generator, state)
-            for generator, state in self._shared
-            if not _same(generator.read(), state)
+            (generator, state) for generator, state in self._shared if generator.read() is not state
         ]
 
     @contextmanager
@@ -101,39 +108,50 @@ class RandomStates:
                 generator.set(state)
 
 
-class _NumpyState:
-    """Reads the state of NumPy's global generator; the same object if it has not changed.
+class _GlobalState:
+    """Reads the state of a global generator; the same object if it has not changed.
 
-    `get_state` takes 30 microseconds, the bytes after it 0.3. They show every draw but the second
-    of a pair of normal numbers, which was computed with the first.
+    To read one takes 20 to 30 microseconds, to copy its 624 words and their position one or less.
+    These show every draw but the second of a pair of normal numbers, which was computed with the
+    first.
     """
 
-    def __init__(self) -> None:
-        self._bytes: object = None
-        self._state: dict[str, Any] = {"has_gauss": 1}
+    def __init__(self, read: Callable[[], Any], peek: Callable[[Any], object]) -> None:
+        """`peek`: known state → what every draw changes; None where it cannot tell."""
+        self._read, self._peek = read, peek
+        self._peeked: object = None
+        self._state = read()
 
-    def read(self, numpy: Any) -> dict[str, Any]:
-        generator = numpy.get_bit_generator()
-        known = None
-        if type(generator) is numpy.MT19937:  # 624 words and a position, nothing elsewhere
-            known = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
-        if known is None or known != self._bytes or self._state["has_gauss"]:
-            self._bytes, self._state = known, numpy.get_state(legacy=False)
+    def read(self) -> Any:
+        # In this order: if another thread draws in between, the next call reads again.
+        peeked = self._peek(self._state)
+        if peeked is None or peeked != self._peeked:
+            self._peeked, self._state = peeked, self._read()
         return self._state
 
 
-_NUMPY = _NumpyState()
+def _peek_python(_: object) -> object:
+    generator = random._inst
+    # CPython has the words after the object's header.
+    return ctypes.string_at(id(generator) + object.__basicsize__, 625 * 4), generator.gauss_next
 
 
+def _peek_numpy(numpy: Any, state: dict[str, Any]) -> bytes | None:
+    generator = numpy.get_bit_generator()
+    if type(generator) is not numpy.MT19937 or state["has_gauss"]:
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+
+
+_PYTHON = _Generator(_GlobalState(random.getstate, _peek_python).read, random.setstate)
+
+
+@cache
 def _shared(numpy: Any) -> list[_Generator]:
-    python = _Generator(random.getstate, random.setstate)
     if numpy is None:
-        return [python]
-    return [python, _Generator(lambda: _NUMPY.read(numpy), numpy.set_state)]
-
-
-def _same(some: Any, other: Any) -> bool:
-    return some is other or (isinstance(some, tuple) and some == other)
+        return [_PYTHON]
+    state = _GlobalState(partial(numpy.get_state, legacy=False), partial(_peek_numpy, numpy))
+    return [_PYTHON, _Generator(state.read, numpy.set_state)]
 
 
 def _attributes(
@@ -313,9 +331,12 @@ class Rewind:
 
 
 def _same_items(first: Any, second: Any) -> bool:
-    if len(first) != len(second) or not all(map(is_, first, second)):
-        return False
-    return not isinstance(first, dict) or all(map(is_, first.values(), second.values()))
+    if len(first) != len(second) or not first:
+        return len(first) == len(second)
+    if not isinstance(first, dict):
+        return all(map(is_, first, second))
+    # Names are compared as strings, which is fast: nearly always they are the same objects.
+    return [*first] == [*second] and all(map(is_, first.values(), second.values()))
 
 
 def _kind(obj: Any) -> _Kind | None:
@@ -340,17 +361,12 @@ def _mapping(base: Any) -> _Kind:
     return _Kind(lambda source: list(chain.from_iterable(base.items(source))), write)
 
 
-def _write_attributes(target: dict[str, Any], references: dict[str, Any]) -> None:
-    target.clear()
-    target.update(references)
-
-
 def _write_sequence(target: Any, references: list[Any]) -> None:
     target.clear()
     target.extend(references)
 
 
-def _write_set(target: set[Any], references: list[Any]) -> None:
+def _clear_and_update(target: Any, references: Any) -> None:
     target.clear()
     target.update(references)
 
@@ -380,9 +396,9 @@ def _write_slots(obj: Any, references: list[Any]) -> None:
 
 _UNSET = object()
 _MAPPING, _ORDERED = _mapping(dict), _mapping(OrderedDict)
-_SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _write_set)
+_SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _clear_and_update)
 _SLOTS = _Kind(_read_slots, _write_slots)
-_ATTRIBUTES = _Kind(dict.copy, _write_attributes)
+_ATTRIBUTES = _Kind(dict.copy, _clear_and_update)
 """Of a module, of which there are many with many: copied and compared without Python's loops."""
 
 
@@ -391,6 +407,46 @@ _log = logging.getLogger(__name__)
 
 class RecomputeError(OffloadTrainError):
     """A forward cannot run again as it ran."""
+
+
+class _Placeholder:
+    """Stands for a tensor that the second run saves: see [Note: What torch's checkpoint gets].
+
+    Attributes:
+        metadata: what must be the same in both runs.
+        tensors: graph task → the tensor that the second run in this backward has saved.
+    """
+
+    __slots__ = ("__weakref__", "_marker", "metadata", "tensors")
+
+    def __init__(self, tensor: Tensor, marker: PassedOn) -> None:
+        self._marker = marker
+        self.metadata = _metadata(tensor)
+        self.tensors: dict[int, Tensor] = {}
+
+    def unpack(self) -> Tensor:
+        task = torch._C._current_graph_task_id()
+        # -1: no backward, but a look at what a node has saved, now or after an update.
+        if task == -1 or task not in self.tensors:
+            self._marker.unpack()
+        # Only the node that unpacks it needs it.
+        return self.tensors.pop(task)
+
+
+def _metadata(tensor: Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _differs(first: object, second: object) -> RecomputeError:
+    return RecomputeError(
+        f"a forward that runs again in backward saved {first} in its first run, and {second} in "
+        "its second: the gradients would be those of another forward. Make it compute the same in "
+        "both runs, or set activation = 'keep'"
+    )
+
+
+_MARKER = torch.empty(0, device="cpu")
+"""What torch's checkpoint saves and unpacks in the place of all tensors."""
 
 
 class _Runs:
@@ -402,6 +458,9 @@ class _Runs:
     """
 
     def __init__(self, run: Callable[..., Any], inputs: Rewind, random: RandomStates) -> None:
+        self._saved: list[weakref.ref[_Placeholder]] = []
+        self._missing: list[weakref.ref[_Placeholder]] = []
+        """What the last second run has not saved yet, in reverse order."""
         self._run = run
         self._inputs = inputs
         self._random = random
@@ -414,13 +473,48 @@ class _Runs:
             was_tracked = self._modes > torch._C._len_torch_dispatch_stack()
             tracked = passthrough() if was_tracked else nullcontext()
             with self._inputs.again(), self._random.again(), tracked:
-                return self._run(*args, **kwargs)
+                output = self._run(self._pack_again, *args, **kwargs)
+            if self._missing:
+                count = len(self._saved)
+                raise _differs(f"{count} tensors", count - len(self._missing))
+            return output
         self._ran = True
         self._modes = torch._C._len_torch_dispatch_stack()
         try:
-            return self._run(*args, **kwargs)
+            return self._run(self._pack_first, *args, **kwargs)
         except BaseException as error:
             self.failed = error
+
+    def _pack_first(self, outer: Hooks) -> PassOn:
+        """Return the function that packs what the first run saves; `outer`: torch's hooks."""
+        # Not an attribute: it holds what torch's checkpoint keeps, which holds this object.
+        marker = PassedOn(outer, _MARKER)
+
+        def pack(tensor: Tensor, _: object) -> _Placeholder:
+            placeholder = _Placeholder(tensor, marker)
+            self._saved.append(weakref.ref(placeholder))
+            return placeholder
+
+        return pack
+
+    def _pack_again(self, outer: Hooks) -> PassOn:
+        """Return the function that packs what a second run saves, for the backward it is in."""
+        # In a backward inside the first run, these are not all yet.
+        self._missing = missing = self._saved[::-1]
+        task = torch._C._current_graph_task_id()
+
+        def pack(tensor: Tensor, _: object) -> Kept:
+            saved = tensor.detach() if tensor.requires_grad else tensor
+            # None: its node was freed.
+            if missing and (placeholder := missing.pop()()) is not None:
+                if placeholder.metadata != (metadata := _metadata(tensor)):
+                    raise _differs(placeholder.metadata, metadata)
+                placeholder.tensors[task] = saved
+            if not missing:
+                outer[0](_MARKER)  # ends the run, as it is the last tensor that torch waits for
+            return saved, saved._version
+
+        return pack
 
 
 class Written:
@@ -494,15 +588,19 @@ class Recomputed(ReplacedForward):
         self._written.look(inputs, args, kwargs)
         return output
 
-    def _run(self, selected: AbstractContextManager[object], *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self,
+        selected: AbstractContextManager[object],
+        begin: Callable[[Hooks], PassOn],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         watcher = self._watcher()
-        if watcher is None:
-            with selected:
-                return self._original(*args, **kwargs)
         # In backward this is what makes compute wait for the block's weights and pins its slot.
-        watcher.enter(self._module, again=True)
+        leave = None if watcher is None else watcher.enter_again(self._module, begin)
         try:
             with selected:
                 return self._original(*args, **kwargs)
         finally:
-            watcher.leave(self._module)
+            if leave is not None:
+                leave()

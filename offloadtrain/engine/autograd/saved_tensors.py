@@ -173,8 +173,11 @@ class WhileStreaming:
             tensor = unpack(self._packed)
         # Before the block's own use, since it may run other blocks again, which need slots too.
         else:
-            with self._residency.unpacking():
+            self._residency.unpacking += 1
+            try:
                 tensor = unpack(self._packed)
+            finally:
+                self._residency.unpacking -= 1
         for reading in self._readings:
             reading.begin()
         return tensor
@@ -186,6 +189,9 @@ def pass_on(tensor: Tensor, outer: Hooks | None) -> Kept | PassedOn:
     # Detached: an operation that saves its own result would keep itself alive.
     saved = tensor.detach() if tensor.requires_grad else tensor
     return saved, saved._version
+
+
+PassOn = Callable[[Tensor, Hooks | None], "Kept | Packed"]
 
 
 def unpack(packed: Any) -> Tensor:
@@ -247,7 +253,10 @@ class SavedTensors:
                 self._owners.add(block.views.placeholder(bucket), partial(_raise_absent, block))
 
     def push(
-        self, offloader: Offloader | None = None, frame: FrameType | None = None
+        self,
+        offloader: Offloader | None = None,
+        frame: FrameType | None = None,
+        begin: Callable[[Hooks], PassOn] | None = None,
     ) -> Chain | None:
         """Make the hooks the innermost of this thread, for `pop`; None if they are already, or not
         needed.
@@ -255,6 +264,7 @@ class SavedTensors:
         Args:
             offloader: takes what it wants of what is saved.
             frame: that of the forward; see [Note: Interrupted forwards] in `hooks.py`.
+            begin: for a run of a recomputed forward: the outer hooks → `Chain.pass_on`.
         """
         if not torch.is_grad_enabled():
             return None
@@ -265,14 +275,17 @@ class SavedTensors:
             if top.offloader is offloader:
                 return None
             outer = top.outer
-        chain = Chain(self, outer, offloader, frame)
+        onward = pass_on if begin is None or outer is None else begin(outer)
+        chain = Chain(self, outer, offloader, frame, onward)
         _autograd._push_saved_tensors_default_hooks(chain.pack, unpack)
         return chain
 
     @staticmethod
-    def pop(chain: Chain) -> None:
-        """Take the hooks off. Where an interruption has left others on top of them, or has taken
-        them off, they save nothing any more."""
+    def pop(chain: Chain | None) -> None:
+        """Take the hooks off, if `push` has pushed any. Where an interruption has left others on
+        top of them, or has taken them off, they save nothing any more."""
+        if chain is None:
+            return
         if _innermost() is chain:
             _autograd._pop_saved_tensors_default_hooks()
         # The graph keeps the hooks, and a frame would keep what the forward was given.
@@ -306,9 +319,10 @@ class SavedTensors:
         self._readings.clear()
         self._readings_within = None
 
-    def pack(self, tensor: Tensor, outer: Hooks | None, offloader: Offloader | None) -> Any:
-        """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
-        active before."""
+    def pack(
+        self, tensor: Tensor, outer: Hooks | None, offloader: Offloader | None, pass_on: PassOn
+    ) -> Any:
+        """Return the object that stands for a tensor in the graph; the arguments: see `Chain`."""
         owner, handle = self._owners.find(tensor), _HANDLE
         if owner is None and type(tensor) is not Tensor and is_distributed(tensor):
             owner, handle = self._owners.find(local(tensor)), PartHandle
@@ -383,10 +397,11 @@ class Chain:
     Attributes:
         saved, offloader: they take what is saved, until the hooks are off.
         outer: the hooks around them.
+        pass_on: packs a tensor that neither of them takes.
         frame: that of the forward which they are for.
     """
 
-    __slots__ = ("frame", "is_off", "offloader", "outer", "saved")
+    __slots__ = ("frame", "is_off", "offloader", "outer", "pass_on", "saved")
 
     def __init__(
         self,
@@ -394,14 +409,16 @@ class Chain:
         outer: Hooks | None,
         offloader: Offloader | None,
         frame: FrameType | None,
+        pass_on: PassOn,
     ) -> None:
         self.saved = saved
         self.outer = outer
         self.offloader = offloader
         self.frame = frame
+        self.pass_on = pass_on
         self.is_off = False
 
     def pack(self, tensor: Tensor) -> Any:
         if self.is_off or has_ended(self.frame):
             return pass_on(tensor, self.outer)
-        return self.saved.pack(tensor, self.outer, self.offloader)
+        return self.saved.pack(tensor, self.outer, self.offloader, self.pass_on)

@@ -22,17 +22,22 @@ struct Block {
   alignas(64) u32 random[4][kQuads];
 };
 
-// The bits of the largest magnitude. As integers these have a total order, not-a-number above infinity
-// above the rest, whatever the order of comparison.
+// Bits of magnitudes. As integers these have a total order, not-a-number above infinity above the rest,
+// whatever the order of comparison.
+OT_INLINE i32 magnitude(float value) { return static_cast<i32>(bits_of(value) & kMagnitude); }
+OT_INLINE i32 larger(i32 a, i32 b) { return a < b ? b : a; }
+
+// The bits of the largest magnitude. Four elements per turn, as a tree: as a chain of single elements
+// this took a tenth of the step longer with AVX-512, on Zen 5.
 OT_INLINE i32 largest(const float (&moments)[4][kQuads]) {
-  const float* all = moments[0];
-  i32 found = 0;
+  i32 result = 0;
   OT_INDEPENDENT
-  for (i32 i = 0; i < static_cast<i32>(kBlock); ++i) {
-    const i32 magnitude = static_cast<i32>(bits_of(all[i]) & kMagnitude);
-    found = found < magnitude ? magnitude : found;
+  for (i32 i = 0; i < kQuads; ++i) {
+    const i32 front = larger(magnitude(moments[0][i]), magnitude(moments[1][i]));
+    const i32 back = larger(magnitude(moments[2][i]), magnitude(moments[3][i]));
+    result = larger(result, larger(front, back));
   }
-  return found;
+  return result;
 }
 
 template <int kElement, typename Rule>
@@ -40,11 +45,16 @@ OT_INLINE void int8_move(const Rule& rule, float g, u32 firsts, u32 seconds, flo
                          float second_scale, Block& block, i32 i) {
   float m = 0.0f, v = 0.0f;
   if constexpr (Rule::kMoments > 0) {
-    const u32 stored = byte_at<kElement>(firsts);
-    const float size = SignedCode::decode(stored & 0x7fu, first_scale);
-    m = float_of(bits_of(size) | ((stored & 0x80u) << 24));
+    constexpr int shift = SignedCode::kShift;
+    const u32 code = byte_at<kElement, shift>(firsts) & (0x7fu << shift);
+    const float size = SignedCode::decode_shifted(code, first_scale);
+    m = float_of(bits_of(size) | (byte_at<kElement, 24>(firsts) & kSign));
   }
-  if constexpr (Rule::kMoments > 1) v = UnsignedCode::decode(byte_at<kElement>(seconds) + 1u, second_scale);
+  if constexpr (Rule::kMoments > 1) {
+    constexpr int shift = UnsignedCode::kShift;
+    const u32 code = byte_at<kElement, shift>(seconds) + (1u << shift);
+    v = UnsignedCode::decode_shifted(code, second_scale);
+  }
   const Moved x = rule.moved(g, block.master[kElement][i], m, v);
   block.first[kElement][i] = x.first;
   block.second[kElement][i] = x.second;
@@ -83,8 +93,8 @@ OT_INLINE void int8_moments(const Rule& given, const Int8State& in, const typena
 
 // The second pass: the new masters, rounded.
 template <int kElement, typename Weight, typename Rule>
-OT_INLINE u32 int8_master(const Rule& rule, const Random& random, u32 element, Block& block, i32 i) {
-  const u32 bits = random.bits(element + 4u * static_cast<u32>(i) + static_cast<u32>(kElement));
+OT_INLINE u32 int8_master(const Rule& rule, const Random& random, u32 start, Block& block, i32 i) {
+  const u32 bits = random.mixed(start ^ (4u * static_cast<u32>(i) + static_cast<u32>(kElement)));
   block.random[kElement][i] = bits;
   const float p = rule.master(block.master[kElement][i], block.first[kElement][i], block.ahead[kElement][i]);
   return Weight::encode(p, bits & 0xffu);
@@ -95,13 +105,14 @@ OT_INLINE void int8_masters(const Rule& given, const Random& given_random, u32 e
                             const Int8State& out) {
   const Rule rule = given;
   const Random random = given_random;
+  const u32 start = random.shifted(element);  // kBlock divides element
   const Int8State fresh = out;
   OT_INDEPENDENT
   for (i32 i = 0; i < kQuads; ++i) {
-    const u32 a = int8_master<0, Weight>(rule, random, element, block, i);
-    const u32 b = int8_master<1, Weight>(rule, random, element, block, i);
-    const u32 c = int8_master<2, Weight>(rule, random, element, block, i);
-    const u32 d = int8_master<3, Weight>(rule, random, element, block, i);
+    const u32 a = int8_master<0, Weight>(rule, random, start, block, i);
+    const u32 b = int8_master<1, Weight>(rule, random, start, block, i);
+    const u32 c = int8_master<2, Weight>(rule, random, start, block, i);
+    const u32 d = int8_master<3, Weight>(rule, random, start, block, i);
     set_word(fresh.weight, 2 * i, word_of_upper(Plus8::rounding(a), Plus8::rounding(b)));
     set_word(fresh.weight, 2 * i + 1, word_of_upper(Plus8::rounding(c), Plus8::rounding(d)));
     set_word(fresh.correction, i, word_of_bytes<8>(a, b, c, d));
@@ -127,17 +138,17 @@ struct Scale {
 template <int kElement>
 OT_INLINE u32 first_code(const Block& block, i32 i, float inverse) {
   const u32 m = bits_of(block.first[kElement][i]);
-  const float widened = SignedCode::widened(float_of(m & kMagnitude), inverse);
+  const u32 widened = SignedCode::widened(float_of(m & kMagnitude), inverse);
   const u32 code = SignedCode::rounding(widened, (block.random[kElement][i] >> 8) & 0xfffu);
   return code | ((m & kSign) >> (24 - SignedCode::kShift));
 }
 
 template <int kElement>
 OT_INLINE u32 second_code(const Block& block, i32 i, float inverse) {
-  const i32 widened = static_cast<i32>(bits_of(UnsignedCode::widened(block.second[kElement][i], inverse)));
-  const i32 least = static_cast<i32>(bits_of(1.0f + UnsignedCode::decode(1)));
-  const float kept = float_of(static_cast<u32>(widened < least ? least : widened));  // both are 1 and more
-  return UnsignedCode::rounding(kept, block.random[kElement][i] >> 20) - (1u << UnsignedCode::kShift);
+  const u32 widened = UnsignedCode::widened(block.second[kElement][i], inverse);
+  constexpr u32 least = UnsignedCode::kOne + (1u << UnsignedCode::kShift);  // of code 1
+  const u32 raised = static_cast<u32>(larger(static_cast<i32>(widened), static_cast<i32>(least)));
+  return UnsignedCode::rounding(raised, block.random[kElement][i] >> 20) - (1u << UnsignedCode::kShift);
 }
 
 // The last pass: the moments, once their scales are known.
@@ -160,10 +171,18 @@ OT_INLINE void int8_codes(const Block& block, float first_inverse, float second_
   }
 }
 
+template <int kMoments>
 Int8State at(const Int8State& s, i64 lo) {
-  return {s.weight + lo,           s.correction + lo,       shifted(s.first, lo),
-          shifted(s.second, lo),   shifted(s.first_scale, lo / kBlock),
-          shifted(s.second_scale, lo / kBlock)};
+  Int8State result = {s.weight + lo, s.correction + lo, nullptr, nullptr, nullptr, nullptr};
+  if constexpr (kMoments > 0) {
+    result.first = s.first + lo;
+    result.first_scale = s.first_scale + lo / kBlock;
+  }
+  if constexpr (kMoments > 1) {
+    result.second = s.second + lo;
+    result.second_scale = s.second_scale + lo / kBlock;
+  }
+  return result;
 }
 
 template <typename Grad, typename Weight, typename Rule>
@@ -236,26 +255,33 @@ OT_INLINE void prefetch(const Int8State& state, const Grad* grad) {
 // [Note: A second copy] A step that writes another copy of the state reads the old one where it is, and
 // streams each block out of a slab in the cache. To clear the slab and copy the old state into it first took
 // two to three times as long as the step.
-template <typename Weight, typename Grad, typename Rule>
-void int8_state(const Rule& rule, const Int8State& in, const Int8State& out, const Gradient& grad,
-                const Run& run) {
+template <bool kDoubled, typename Grad, typename Weight, typename Rule>
+void int8_loop(const Rule& rule, const Int8State& in, const Int8State& out, const Gradient& grad,
+               const Run& run) {
+  constexpr int moments = Rule::kMoments;
   const Random random(run.key);
   const auto* grads = values_of<Grad>(grad);
-  const bool doubled = out.weight != in.weight;
   Int8Slab slab;
-  for (i64 i = run.lo; i < run.hi; i += kBlock) {
-    const u32 element = run.element + static_cast<u32>(i - run.lo);
-    const i64 count = run.hi - i < kBlock ? run.hi - i : kBlock;
-    const Int8State old = at(in, i), fresh = at(out, i);
+  u32 element = run.element;
+  i64 i = run.lo;
+  for (; i + kBlock <= run.hi; i += kBlock, element += static_cast<u32>(kBlock)) {
+    const Int8State old = at<moments>(in, i), fresh = at<moments>(out, i);
     prefetch<Rule>(old, grads + i);
-    if (count < kBlock) {
-      int8_rest<Grad, Weight>(rule, random, element, old, fresh, grads + i, count);
-    } else {
-      int8_block<Grad, Weight>(rule, random, element, old, doubled ? state_of(slab, fresh) : fresh, grads + i);
-      if (doubled) stream_block<Rule::kMoments>(slab, fresh);
-    }
+    int8_block<Grad, Weight>(rule, random, element, old, kDoubled ? state_of(slab, fresh) : fresh, grads + i);
+    if constexpr (kDoubled) stream_block<moments>(slab, fresh);
   }
-  if (doubled) finish_streaming();
+  if (i < run.hi) {
+    int8_rest<Grad, Weight>(rule, random, element, at<moments>(in, i), at<moments>(out, i), grads + i,
+                            run.hi - i);
+  }
+  if constexpr (kDoubled) finish_streaming();
+}
+
+template <typename Grad, typename Weight, typename Rule>
+void int8_state(const Rule& rule, const Int8State& in, const Int8State& out, const Gradient& grad,
+                const Run& run) {
+  if (in.weight == out.weight) return int8_loop<false, Grad, Weight>(rule, in, out, grad, run);
+  int8_loop<true, Grad, Weight>(rule, in, out, grad, run);
 }
 
 // Adagrad's sum is neither signed nor does it ever decay: see docs/state_formats.md.
@@ -270,8 +296,8 @@ void update_int8(const Step& step, const Int8State& in, const Int8State& out, co
     if constexpr (kKeptInInt8<decltype(rule)>) {
       with_format(grad.dtype, [&](auto format) {
         using Grad = decltype(format);
-        if (weight_dtype == DType::bfloat16) int8_state<BFloat16Plus8, Grad>(rule, in, out, grad, run);
-        if (weight_dtype == DType::float16) int8_state<Float16Plus8, Grad>(rule, in, out, grad, run);
+        if (weight_dtype == DType::bfloat16) int8_state<Grad, BFloat16Plus8>(rule, in, out, grad, run);
+        if (weight_dtype == DType::float16) int8_state<Grad, Float16Plus8>(rule, in, out, grad, run);
       });
     }
   });

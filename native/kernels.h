@@ -81,7 +81,8 @@ struct Kernels {
                       std::int64_t hi);
   void (*update_split16)(const Step& step, const Split16State& in, const Split16State& out,
                          const Gradient& grad, const Run& run);
-  // run.lo is a block's start; a last block may be shorter. Not for Adagrad.
+  // run.lo is a block's start, run.element a multiple of kBlock; a last block may be shorter. Not for
+  // Adagrad.
   void (*update_int8)(const Step& step, const Int8State& in, const Int8State& out,
                       const Gradient& grad, DType weight_dtype, const Run& run);
   // The rest work on the elements [lo, hi).

@@ -94,10 +94,12 @@ inline i32 signed_half(u32 word) {
 inline u32 word_of_upper(u32 first, u32 second) { return first >> 16 | (second & kUpper); }
 inline u32 word_of_lower(u32 first, u32 second) { return (first & ~kUpper) | second << 16; }
 
-// Element 0 to 3 of a word of four: as it is, or as a signed number.
-template <int kElement>
+// Element 0 to 3 of a word of four: from bit kTo on, by a single shift, or as a signed number.
+template <int kElement, int kTo>
 inline u32 byte_at(u32 word) {
-  return (word >> (8 * kElement)) & 0xffu;
+  constexpr int left = kTo - 8 * kElement;
+  const u32 shifted = left < 0 ? word >> (left < 0 ? -left : 0) : word << (left < 0 ? 0 : left);
+  return shifted & (0xffu << kTo);
 }
 template <int kElement>
 inline i32 signed_byte(u32 word) {
@@ -194,9 +196,16 @@ struct Random {
   u32 first, second;
   explicit Random(u64 key) : first(static_cast<u32>(key)), second(static_cast<u32>(key >> 32)) {}
 
-  u32 bits(u32 element) const {
-    u32 x = element ^ first;
-    x = (x ^ (x >> 16)) * 0x7feb352du;
+  u32 bits(u32 element) const { return mixed(shifted(element)); }
+
+  // Of element + i, for i below a power of two up to 2^16 that divides element, mixed() takes
+  // shifted(element) ^ i: these elements differ below bit 16 only, and share what is shifted down.
+  u32 shifted(u32 element) const {
+    const u32 x = element ^ first;
+    return x ^ (x >> 16);
+  }
+  u32 mixed(u32 x) const {
+    x = x * 0x7feb352du;
     x = x ^ second;
     x = (x ^ (x >> 15)) * 0x846ca68bu;
     return x ^ (x >> 16);
@@ -272,22 +281,21 @@ struct Minifloat {
   static constexpr int kShift = 23 - kMantissa;
   static constexpr u32 kOne = 0x3f800000u;
 
-  // t of a code.
-  static float decode(u32 code) { return decode(code, 1.0f); }
-  // t * scale, rounded once.
-  static float decode(u32 code, float scale) {
-    return __builtin_fmaf(float_of((code << kShift) + kOne), scale, -scale);
+  // t * scale, rounded once, of a code above kShift lower bits.
+  static float decode_shifted(u32 code, float scale) {
+    return __builtin_fmaf(float_of(code + kOne), scale, -scale);
   }
-  static float top() { return decode(kLargestCode); }
+  // t of the largest code.
+  static float top() { return decode_shifted(kLargestCode << kShift, 1.0f); }
 
-  // 1 + x * inverse, rounded once: what the code is cut from.
-  static float widened(float x, float inverse) { return __builtin_fmaf(x, inverse, 1.0f); }
+  // The bits of 1 + x * inverse, rounded once: what the code is cut from.
+  static u32 widened(float x, float inverse) { return bits_of(__builtin_fmaf(x, inverse, 1.0f)); }
   // `random`: uniform over 12 bits, laid right below the cut, with half of its own last place added:
   // no drift. What is missing to the next code is more than rounding may have taken beyond top().
   // The code is above the kShift lower bits, which are to be cut off.
-  static u32 rounding(float widened, u32 random) {
+  static u32 rounding(u32 widened, u32 random) {
     const u32 below = (random << (kShift - 12)) + (1u << (kShift - 13));
-    return bits_of(widened) - kOne + below;
+    return widened - kOne + below;
   }
 };
 

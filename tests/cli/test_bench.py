@@ -38,9 +38,11 @@ def test_adam_as_json_and_as_a_table(capsys: Captured) -> None:
     native = [row for row in values["rows"] if row["backend"].startswith("native")]
     if native:
         sizes = {(row["case"], row["state"]): row["bytes_per_param"] for row in native}
-        adam, lion = ([sizes[case, state] for state in ("fp32", "split16", "int8")] for case in
-                      (ONE_PASS, f"{ONE_PASS}, Lion"))  # fmt: skip
-        assert adam == [28.0, 18.0, 12.125] and lion == [20.0, 14.0, 10.0625]
+        adam, lion, into_copy = (
+            [sizes[f"{ONE_PASS}{case}", state] for state in ("fp32", "split16", "int8")]
+            for case in ("", ", Lion", ", into a second copy")
+        )
+        assert adam == into_copy == [28.0, 18.0, 12.125] and lion == [20.0, 14.0, 10.0625]
         assert (f"{ONE_PASS}, Adagrad", "split16") in sizes
         assert (f"{ONE_PASS}, Adagrad", "int8") not in sizes
         assert all(row["x_limit"] > 0 for row in values["rows"])

@@ -156,11 +156,11 @@ class Buffers:
     Attributes:
         grad, working: (n,) bf16.
         wide: (n,) fp32: gradients for cases that need fp32, and the sum of microbatches.
-        out: fp32 state written by the out-of-place form.
+        out: the second copy of each state, which mode `speculative` writes.
     """
 
     states: dict[str, State]
-    out: Fp32State
+    out: dict[str, State]
     grad: Tensor
     working: Tensor
     wide: Tensor
@@ -185,22 +185,24 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
         name: FORMATS[name].fields(ADAM_MOMENTS) for name in {"fp32": None, **dict.fromkeys(states)}
     }
     requests = [
-        BufferSpec(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
+        BufferSpec(f"{prefix}{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
+        for prefix in ("", "out ")
         for name, state_fields in fields.items()
         for field in state_fields
     ]
-    requests += [BufferSpec("out", numel, "float32")] * 3
     requests += [
         BufferSpec("grad", numel, "bfloat16"),
         BufferSpec("working", numel, "bfloat16"),
     ]
     requests.append(BufferSpec("wide", numel, "float32"))
     tensors = iter(Arena(Ledger(), pin=False).map(requests))
-    made = {
-        name: _TYPES[name](*(next(tensors) for _ in state_fields))
-        for name, state_fields in fields.items()
-    }
-    out = Fp32State(*(next(tensors) for _ in range(3)))
+    made, out = (
+        {
+            name: _TYPES[name](*(next(tensors) for _ in state_fields))
+            for name, state_fields in fields.items()
+        }
+        for _ in range(2)
+    )
     squares, layout = torch.zeros(1, dtype=torch.float64), Layout.of_one(numel)
     buffers = Buffers(made, out, next(tensors), next(tensors), next(tensors), layout, squares)
     buffers.grad.normal_()
@@ -229,14 +231,18 @@ def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case
                 working=b.working if format == "fp32" else None,
                 layout=b.layout,
             )
-            traffic = float(declared.traffic_per_param(scalars.moments, 2, 2))
-            label = Label(f"{ONE_PASS}{rule}", _named(backend), format, traffic)
+            label = Label(f"{ONE_PASS}{rule}", _named(backend), format, _traffic(format, scalars))
             cases[label] = _under(backend, step)
     return cases | _other_cases(b, preferred)
 
 
 def _named(backend: Backend) -> str:
     return f"{backend.name} {backend.isa}".removesuffix(" -")
+
+
+def _traffic(format: str, scalars: Scalars) -> float:
+    """Return the bytes per parameter that a step reads and writes, with 16-bit gradients."""
+    return float(FORMATS[format].traffic_per_param(scalars.moments, 2, 2))
 
 
 def _of_rule(state: State, scalars: Scalars) -> State:
@@ -251,7 +257,15 @@ def _of_rule(state: State, scalars: Scalars) -> State:
 def _other_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
     adam = partial(kernels.update, b.fp32, scalars=SCALARS, working=b.working)
     cases: dict[tuple[str, str, float], Case] = {
-        ("one pass, double-buffered", "fp32", 28.0): partial(adam, b.grad, out=b.out),
+        (f"{ONE_PASS}, into a second copy", name, _traffic(name, SCALARS)): partial(
+            kernels.update,
+            *(state, b.grad, SCALARS),
+            working=b.working if name == "fp32" else None,
+            out=b.out[name],
+            layout=b.layout,
+        )
+        for name, state in b.states.items()
+    } | {
         ("one pass, over the gradient", "fp32", 28.0): partial(
             kernels.update, b.fp32, b.working, SCALARS, working=b.working
         ),

@@ -79,8 +79,9 @@ class Observer(Protocol):
         """The code in `frame` sets `param.grad`; returns True if the gradient was written to where
         it is, False if it goes into the attribute."""
 
-    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
-        """The parameter is about to become a view of other memory.
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> bool:
+        """The parameter is about to become a view of other memory; returns False if it stays as it
+        is, as it has these values already.
 
         Raises:
             ParameterWriteError: the values could not be taken over from there.
@@ -137,11 +138,15 @@ class OffloadedParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        # As `.to()` of a module to where it is.
+        # As `.to()` of a module to where it is, some in each forward.
         if isinstance(values, WeightsCopy) and values.source and values.source.is_copy_of(self):
             return
-        if (observer := _observer_of(self)) is not None:
-            observer.before_data_is_set(self, values)
+        with past_the_class():
+            if values.dtype == self.dtype and self.is_set_to(values):
+                return
+        observer = _observer_of(self)
+        if observer is not None and not observer.before_data_is_set(self, values):
+            return
         with past_the_class():
             set_data(self, values)
             increment_version(self)

@@ -194,7 +194,10 @@ class UnreadyParameter(OffloadedParameter):
                 return func(*args, **kwargs)
             copies: _Copies = {}
             read = partial(_readable, copies, has_gradient=func not in _DETACHED)
-            args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
+            as_itself = func in _VIEWS_AS and args[0] is args[-1]
+            params, (args, kwargs) = args, tree_map_only(UnreadyParameter, read, (args, kwargs))
+            if as_itself:
+                return func(*params, **kwargs)
         return _run(func, args, kwargs, list(copies.values()))
 
 
@@ -409,6 +412,8 @@ def _without_values() -> set[Any]:
 _DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
 """Questions that the memory of absent weights, one NaN, would answer wrongly."""
+_VIEWS_AS = {Tensor.view_as, Tensor.expand_as}
+"""Of a parameter and itself, these serve to reach the node that accumulates its gradient."""
 WITHOUT_VALUES = _without_values()
 """Functions of torch that read no values of their arguments."""
 

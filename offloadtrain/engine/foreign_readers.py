@@ -41,6 +41,7 @@ from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
 _log = logging.getLogger(__name__)
 
 _PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 
 CLIPPING, UNSCALING, SCALING, SPLITTING = "clipping", "unscaling", "scaling", "splitting"
 _READERS = {
@@ -90,11 +91,17 @@ class ParameterReaders:
             owner.require_whole_weights()
             owner.synchronize()
 
-    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> bool:
         """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
         in the next step, the masters take over what it holds."""
         _, bucket, slot = self._places[param]
+        owner = self._owner()
         with past_the_class():
+            # As `.to("cuda")` of a model before its first forward: parameters view the host's copy.
+            if bucket.moves and owner is not None and values.device == owner.device:
+                here = values.to(param.device)
+                if here.dtype == param.dtype and torch.equal(here, param):
+                    return False
             kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
         # The engine changes the memory of streamed blocks, and in pipelines without flushes.
         if kinds[0] != kinds[1] or bucket.moves:
@@ -104,6 +111,7 @@ class ParameterReaders:
                 "values, param.data.copy_(…), or change the model before offload() (dtype: "
                 f'keep_fp32=["{slot.name}"])'
             )
+        return True
 
     def before_write(self, param: nn.Parameter) -> bool:
         """See `Observer`."""
@@ -134,7 +142,8 @@ class ParameterReaders:
             PipelineError: the schedule would train with wrong gradients.
             EngineError: gradients that are dropped belong to microbatches in flight, or cannot be
                 clipped any more.
-            GradientAccessError: the gradient is in shards or on the disk.
+            GradientAccessError: the gradient is in shards or on the disk; or another optimizer's
+                step reads it.
         """
         file = frame.f_code.co_filename
         reader = _READERS.get(file)
@@ -167,6 +176,12 @@ class ParameterReaders:
         if zeroes and self._all_trained(frame.f_locals["self"].parameters()):
             self._engine.drop_gradients()
             return None
+        if file.startswith(_OPTIMIZERS) and frame.f_code.co_name != "zero_grad":
+            raise GradientAccessError(
+                f"step() of {type(frame.f_locals.get('self')).__name__} would change nothing: "
+                f"offload() trains '{self._places[param][2].name}', and has taken its gradient. "
+                "Call step() of the optimizer that offload() has returned, or close() that one"
+            )
         # torch's optimizers and compiler look whether there are gradients.
         if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
             return None

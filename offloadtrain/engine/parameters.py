@@ -79,8 +79,9 @@ class Observer(Protocol):
         """The code in `frame` sets `param.grad`; returns True if the gradient was written to where
         it is, False if it goes into the attribute."""
 
-    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
-        """The parameter is about to become a view of other memory.
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> bool:
+        """The parameter is about to become a view of other memory; returns False if it stays as it
+        is, as it has these values already.
 
         Raises:
             ParameterWriteError: the values could not be taken over from there.
@@ -137,11 +138,15 @@ class OffloadedParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        # As `.to()` of a module to where it is.
+        # As `.to()` of a module to where it is, some in each forward.
         if isinstance(values, WeightsCopy) and values.source and values.source.is_copy_of(self):
             return
-        if (observer := _observer_of(self)) is not None:
-            observer.before_data_is_set(self, values)
+        with past_the_class():
+            if values.dtype == self.dtype and self.is_set_to(values):
+                return
+        observer = _observer_of(self)
+        if observer is not None and not observer.before_data_is_set(self, values):
+            return
         with past_the_class():
             set_data(self, values)
             increment_version(self)
@@ -189,7 +194,10 @@ class UnreadyParameter(OffloadedParameter):
                 return func(*args, **kwargs)
             copies: _Copies = {}
             read = partial(_readable, copies, has_gradient=func not in _DETACHED)
-            args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
+            as_itself = func in _VIEWS_AS and args[0] is args[-1]
+            params, (args, kwargs) = args, tree_map_only(UnreadyParameter, read, (args, kwargs))
+            if as_itself:
+                return func(*params, **kwargs)
         return _run(func, args, kwargs, list(copies.values()))
 
 
@@ -404,6 +412,8 @@ def _without_values() -> set[Any]:
 _DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
 """Questions that the memory of absent weights, one NaN, would answer wrongly."""
+_VIEWS_AS = {Tensor.view_as, Tensor.expand_as}
+"""Of a parameter and itself, these serve to reach the node that accumulates its gradient."""
 WITHOUT_VALUES = _without_values()
 """Functions of torch that read no values of their arguments."""
 

@@ -366,8 +366,15 @@ def _copy_to_host(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, _: 
             state_dict[name] = copies[key]
 
 
-def _before_loading(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _before_loading(
+    owner: WeightsIO, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
+) -> None:
     """A late upload would overwrite what is loaded; masters take the values as they are given."""
+    if local_metadata.get("assign_to_params_buffers"):
+        raise ModelError(
+            "load_state_dict(assign=True) would replace the parameters that the optimizer trains: "
+            "leave assign out. The values are copied, and fp32 ones become the masters in full"
+        )
     owner.require_whole_weights()
     # torch writes the parameters next: an upload in flight would overwrite them.
     owner.synchronize()
@@ -395,9 +402,11 @@ class WeightsIO(StateIO):
 
     Attributes:
         model: the model that it trains.
+        device: where it computes.
     """
 
     model: nn.Module
+    device: torch.device
     _incoming: LoadedValues | None = None
     """Values that are being written into the model."""
 

@@ -240,6 +240,17 @@ def test_a_look_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(drains) == 1
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_step_of_another_optimizer_is_an_error(kind: Any) -> None:
+    """A loop that keeps it and drops gradients by `model.zero_grad()` would train nothing."""
+    optimizer, net = offloaded(working="host")
+    other = kind(net.parameters(), lr=1e-2)
+    with pytest.raises(GradientAccessError, match=rf"step\(\) of {kind.__name__} would change"):
+        other.step()
+    optimizer.step()
+    other.step()  # as without gradients
+
+
 def test_gradients_and_norms_by_name(tmp_path: Any) -> None:
     for options in (
         {},

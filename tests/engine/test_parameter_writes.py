@@ -121,6 +121,16 @@ def moves_to_a_group_of_its_own(model: Any, optimizer: Any, step: int) -> None:
         optimizer.add_param_group({"params": [model.head.weight], "lr": 2e-3})
 
 
+def moves_to_another_group(model: Any, optimizer: Any, step: int) -> None:
+    """By the lists alone."""
+    if step == 0:
+        optimizer.add_param_group({"params": [], "lr": 2e-3})
+    elif step == 2:
+        params = optimizer.param_groups[0]["params"]
+        params[:] = [param for param in params if param is not model.head.weight]
+        optimizer.param_groups[1]["params"].append(model.head.weight)
+
+
 def moves_to_where_it_is(model: Any, optimizer: Any, step: int) -> None:
     model.to("cpu").float()
 
@@ -137,6 +147,7 @@ AFTER: list[After] = [
     resets_the_state,
     resets_a_part,
     moves_to_a_group_of_its_own,
+    moves_to_another_group,
     moves_to_where_it_is,
 ]
 
@@ -188,6 +199,46 @@ def test_writes_after_a_step_are_those_of_a_plain_loop(
     with on_lanes(SeededLanes(0, late=True)) if late else nullcontext():
         ours = trained(after, PLACEMENTS[placement])
     torch.testing.assert_close(ours, trained(after, None), rtol=1e-5, atol=2e-6)
+
+
+class Casting(nn.Linear):
+    """Casts its weights in each forward, as the routers of Switch Transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super(Casting, self.to(x.dtype)).forward(x)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_moving_a_model_to_where_it_is_changes_nothing(placement: str) -> None:
+    """Right after `offload()`, in forwards, and after what shows the host's weights. Nor does it
+    count as a write, for which a step would wait until all lanes are idle."""
+
+    def losses(options: dict[str, Any] | None) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(Casting(8, 8), nn.Tanh()) for _ in range(3)))
+        run: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+        if options is not None:
+            rule = ot.AdamW(lr=1e-2, weight_decay=0.0)
+            run = ot.offload(model, rule, device="cpu", precision="fp32", **options)
+        model.to("cpu")
+        results = []
+        for x in X:
+            results.append(model(x).square().mean())
+            results[-1].backward()
+            run.step()
+            run.zero_grad()
+            if options is not None:
+                run.synchronize()
+                with torch.no_grad():
+                    model[1][0].weight.data = model[1][0].weight.detach().clone()
+            versions = [param._version for param in model.parameters()]
+            model.to("cpu", torch.float32)
+            assert [param._version for param in model.parameters()] == versions
+        return [x.item() for x in results]
+
+    with on_lanes(SeededLanes(0, late=True)):
+        ours = losses(PLACEMENTS[placement])
+    assert ours == losses(None)
 
 
 def loads_weights(model: Any, optimizer: Any, step: int) -> None:
@@ -355,6 +406,24 @@ def reset_of_a_stranger(model: Any, optimizer: Any) -> None:
     optimizer.reset_state([nn.Parameter(torch.zeros(3))])
 
 
+def loaded_by_assignment(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({k: x.clone() for k, x in model.state_dict().items()}, assign=True)
+
+
+def replaced(model: Any, optimizer: Any) -> None:
+    """All of them: none receives a gradient."""
+    for module in model.modules():
+        for name, param in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(param.detach().clone()))
+    by_call(model, X[0]).backward()
+    optimizer.step()
+
+
+def left_out_of_the_groups(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].remove(model.scale)
+    by_call(model, X[0])
+
+
 STREAMED = {"working": "host", "device_slots": 1}
 REFUSED: list[tuple[Callable[[Any, Any], object], dict[str, Any], type[Exception], str]] = [
     (
@@ -379,6 +448,9 @@ REFUSED: list[tuple[Callable[[Any, Any], object], dict[str, Any], type[Exception
     (assigned_a_master, {}, EngineError, r"\['master'\] was assigned"),
     (assigned_another_shape, {}, EngineError, r"\['exp_avg'\] was assigned"),
     (reset_of_a_stranger, {}, EngineError, "does not train"),
+    (loaded_by_assignment, STREAMED, ModelError, r"assign=True.*leave assign out"),
+    (replaced, {}, ModelError, "was replaced by another object"),
+    (left_out_of_the_groups, {}, ModelError, "'scale' is in no group"),
 ]
 
 

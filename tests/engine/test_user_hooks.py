@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests import levels
@@ -111,3 +112,64 @@ def test_as_in_a_plain_loop(situation: str, placement: str, late: bool) -> None:
     with on_lanes(SeededLanes(0, late=late)):
         ours = trained(loss_of, PLACEMENTS[placement], reads=False)
     torch.testing.assert_close(ours, trained(loss_of, None, reads=False), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_hooks_of_nodes_that_accumulate_gradients_are_called(placement: str) -> None:
+    """torch's hook of many tensors, and libraries that reach the node by a view of the parameter,
+    after `offload()` and between steps."""
+
+    def gradients(options: dict[str, Any] | None) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        params = [*model.parameters()]
+        if options is None:
+            run: Any = torch.optim.SGD(params, lr=0.1)
+        else:
+            run = ot.offload(model, ot.SGD(lr=0.1), device="cpu", precision="fp32", **options)
+        norms: list[Any] = []
+        nodes = []
+        for step in range(3):
+            if step < 2:
+                register_multi_grad_hook(
+                    params, lambda grads: norms.append([float(g.norm()) for g in grads])
+                )
+                nodes += [x.expand_as(x).grad_fn.next_functions[0][0] for x in params]
+                for node in nodes[-len(params) :]:
+                    node.register_hook(lambda *_: norms.append(None))
+            model(torch.linspace(-1, 1, 8).view(2, 4)).square().mean().backward()
+            run.step()
+            run.zero_grad()
+        return [norms.count(None), *filter(None, norms)]
+
+    torch.testing.assert_close(gradients(PLACEMENTS[placement]), gradients(None))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_forward_that_is_set_on_the_class_later_is_used(placement: str) -> None:
+    """As libraries replace the forwards of a family of models by their own."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
+
+    def losses(options: dict[str, Any] | None) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(8, 8) for _ in range(3)))
+        if options is None:
+            run: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            run = ot.offload(model, ot.SGD(lr=0.1), device="cpu", precision="fp32", **options)
+        results = []
+        with pytest.MonkeyPatch.context() as patch:
+            for step in range(3):
+                if step == 1:
+                    patch.setattr(Block, "forward", nn.Linear.forward)
+                loss = model(torch.linspace(-1, 1, 16).view(2, 8)).square().mean()
+                loss.backward()
+                run.step()
+                run.zero_grad()
+                results.append(loss.item())
+        return results
+
+    assert losses(PLACEMENTS[placement]) == pytest.approx(losses(None), rel=1e-6)

@@ -190,9 +190,13 @@ class ReplacedForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._original: Callable[..., Any] = module.forward
-        # An attribute of the module, such as a compiled forward that the user assigned.
-        self._is_instance_attribute = "forward" in module.__dict__
+        # Such as a compiled forward that the user assigned.
+        self._attribute: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    @property
+    def _original(self) -> Callable[..., Any]:
+        # Looked up anew: others may replace the forward of the class after `offload()`.
+        return self._attribute or _forward_of(self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._original(*args, **kwargs)
@@ -209,8 +213,8 @@ class ReplacedForward:
 
     def remove(self) -> None:
         """Give the module its forward back."""
-        if self._is_instance_attribute:
-            self._module.forward = self._original
+        if self._attribute is not None:
+            self._module.forward = self._attribute
         else:
             del self._module.forward
 

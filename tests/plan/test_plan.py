@@ -56,6 +56,7 @@ def test_an_estimate_refuses_only_what_it_cannot_be_wrong_about() -> None:
         return less.problems, less.certain_problems
 
     assert problems(engine_bytes + guessed) == ([], [])
+    assert "and has 0 B. Largest" in problems(-reserved // 2)[0][0]  # not less than nothing
     maybe, certain = problems(engine_bytes + guessed // 2 + 1)
     assert maybe and not certain
     maybe, certain = problems(engine_bytes + guessed // 2 - 1)
@@ -461,6 +462,11 @@ def test_any_job_has_a_plan_or_one_clear_line() -> None:
         except OffloadTrainError as error:
             assert "\n" not in str(error) and len(str(error)) > 40
     assert made > 20
+
+
+def test_a_limit_of_the_jobs_memory_does_not_name_what_it_leaves_out() -> None:
+    (problem,) = planned(small(offload__host_memory_limit='"1 MiB"'), DGX2).problems
+    assert problem.startswith("offload.host_memory_limit needs") and "Python" not in problem
 
 
 # ---- dry runs

@@ -177,7 +177,7 @@ def test_what_the_device_does_and_waits_for_is_the_step(
     if working == "device":
         config = replace(config, offload=config.offload.replace(zero_stage=stage))
     config = replace(config, model=replace(config.model, num_layers=layers))
-    prediction = planned(config, DGX2, ranks).prediction
+    prediction = planned(config, replace(DGX2, launch_us=0.0), ranks).prediction
     assert prediction.seconds == pytest.approx(prediction.busy_s["compute"] + prediction.exposed)
     assert prediction.seconds >= max(prediction.busy_s.values()) * (1 - 1e-9)
     per_token = prediction.tflops * 1e12 * prediction.seconds / (2 * 512 * accum)

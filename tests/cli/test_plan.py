@@ -314,6 +314,7 @@ WRONG_USE: list[tuple[list[str], int, str]] = [
     (["--hf", ".", "--sweep", "gpus=1"], 2, "leave out --sweep"),
     (["demo", "--machine", "h100", "t4"], 2, "several are for --hf"),
     (["--fine-tune", "8B", "--machine", "h100", "t4", "--save", "x"], 2, "--save x: it is for one"),
+    (["--fine-tune", "0B", "--price", "free"], 2, "--price free: give an hour's price"),
     (["--fine-tune", "0B", "--machine", "rtx4090"], 2, "--fine-tune 0B"),
     (["--fine-tune", "8", "--machine", "rtx4090"], 2, "--fine-tune 8"),
     (["--fine-tune", "900B", "--machine", "rtx4090"], 2, "--fine-tune 900B"),
@@ -426,7 +427,9 @@ def test_an_answer_ends_with_its_job(tmp_path: Path, capsys: Captured) -> None:
         line, text = out.splitlines()[0], file.read_text()
         assert line.startswith(first) and out.endswith(text) and text.startswith(f"# {line}\n")
         saved = as_json(capsys, file, *where)
-        assert plan(*arguments) == 2 and "File exists" in capsys.readouterr().err
+        assert plan(*arguments) == 2
+        again = capsys.readouterr()
+        assert again.out == out and "File exists" in again.err
         assert saved["fits"] and f": {format_count(saved['step']['tokens_per_s'])} tokens/s" in line
         assert ("the nearest that fits is offload." in line) == (code == 4)
 

@@ -165,7 +165,7 @@ def plan(
 
     models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
     one_answer = len(models) == len(machines) == 1
-    ranks = parse_ranks("--gpus", gpus or "1")
+    ranks, hourly = parse_ranks("--gpus", gpus or "1"), parse_price(price) if price else None
     searches = {"--search": search, "--largest": largest, "--sweep": sweep, "--gpus": gpus}
     _check_alone(searches | {"JOB": job, "--set": overrides, "--hf": hf, "--fine-tune": fine_tune})
     one_plan = (one_answer or not models) and not (largest or search or sweep)
@@ -190,10 +190,11 @@ def plan(
         planned, alternatives, trace = _planned(config, name, target, ranks, compare=compare)
     else:
         answer, trace = _answer(question, name, target, ranks, count)
-        _save(answer, save)
         planned, alternatives = answer.shown(as_json=as_json)
-    run = run_cost(planned, tokens=count, price=parse_price(price) if price else None)
+    run = run_cost(planned, tokens=count, price=hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
+    if answer is not None:
+        _save(answer, save)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 

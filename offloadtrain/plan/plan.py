@@ -280,8 +280,7 @@ class Plan:
             problems.append(_too_much("the device", used, self.device_room, device))
         limit = self.job.offload.memory.host_limit
         limited = {owner: size for owner, size in host.items() if owner != PROCESS}
-        if limit is not None and sum(limited.values()) > limit:
-            used = sum(limited.values())
+        if limit is not None and (used := sum(limited.values())) > limit:
             problems.append(_too_much("offload.host_memory_limit", used, limit, limited))
         moment, peak = max(self._peaks(host, device).items(), key=lambda item: item[1])
         if peak > self.host_room:
@@ -349,9 +348,8 @@ class Plan:
     def missing_bytes(self) -> int:
         """Bytes beyond what a device and a host have."""
         host = max(self._peaks(self.needed, self.device).values()) - self.host_room
-        if self.machine.on_cpu:
-            return max(host, 0)
-        return max(host, 0) + max(sum(self.device.values()) - self.device_room, 0)
+        device = 0 if self.machine.on_cpu else sum(self.device.values()) - self.device_room
+        return max(host, 0) + max(device, 0)
 
     @cached_property
     def fits(self) -> bool:

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 SMALLEST = 1 << 20
 """Bytes of any memory."""
-
-MOST_TOKENS = 1e18
-"""Of a run: no data have so many."""
 
 FIRST_SAID_S = 1.0
 """Silence before the first line that says what a command does."""
@@ -257,7 +254,7 @@ def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
         count = (epochs or 1) * epoch_tokens(job)
     else:
         return 0
-    if not 1 <= count <= MOST_TOKENS:
+    if not 1 <= count <= 1e18:
         flag = f"--tokens {tokens[:40]}" if tokens else f"--epochs {epochs}"
         raise ConfigError(f"{flag}: give at least 1 token, and no more than any data have")
     return ceil(count)
@@ -514,12 +511,12 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
     if reason := pipeline_search.undivided(job):
         print(f"Replicas only: {reason}", file=sys.stderr)
     divisions = pipeline_search.search(job, name, machine, gpus)
-    text = f"No division of {job.name} among {gpus} ranks fits {name}."
+    lines = [f"No division of {job.name} among {gpus} ranks fits {name}."]
     if divisions:
-        text = "\n".join((f"{job.name} on {gpus} x {name}:", *pipeline_search.table(divisions)))
+        lines = [f"{job.name} on {gpus} x {name}:", *pipeline_search.table(divisions)]
     rows = pipeline_search.as_json(divisions)
     facts = {"machine": name, "job": job.name, "ranks": gpus, "rows": rows}
-    print(json.dumps(facts) if as_json else text)
+    print(json.dumps(facts) if as_json else "\n".join(lines))
     return 0 if divisions else DOES_NOT_FIT
 
 
@@ -532,7 +529,7 @@ def _sweep(config: Config, name: str, machine: Machine, counts: list[int], *, as
     described, trace = _described(config, machine, fewest)
     config = suggest.planned(described, name, machine, fewest, trace).job
     points = sweep.sweep(config, name, machine, counts)
-    facts = {"machine": name, "job": config.name, "points": sweep.as_json(points)}
+    facts = {"machine": name, "job": config.name, "points": list(map(asdict, points))}
     print(json.dumps(facts) if as_json else sweep.table(points, name))
     return 0 if any(not point.problem for point in points) else DOES_NOT_FIT
 
@@ -543,8 +540,7 @@ def _counts(text: str) -> list[int]:
     key, _, values = text.partition("=")
     if key != "gpus":
         raise ConfigError(f"--sweep {text[:40]}: give, for example, gpus=1,2,4")
-    flag = f"--sweep {text[:40]}: gpus ="
-    return sorted({parse_ranks(flag, part) for part in values.split(",")})
+    return sorted({parse_ranks(f"--sweep {text[:40]}: gpus =", part) for part in values.split(",")})
 
 
 def _with_data(data: str, hf: str) -> tuple[str, ...]:

@@ -59,8 +59,10 @@ class Cell:
         update_bytes: per parameter, that an update reads and writes.
         sum_bytes: per parameter, that each microbatch of several moves for its gradient.
         half: of check cells that were divided at random: what errors in the first half showed was
-            mended, the second judges it.
+            mended, the second judges it; later ones were planned as the model stood.
         batch: of check cells: those of one search, divided before any of them was planned.
+        host_bound: the step takes as long with shorter sequences: the host takes longer to launch
+            it than the GPU to compute it.
     """
 
     cell: str
@@ -81,8 +83,9 @@ class Cell:
     shard: int = 0
     update_bytes: float = ADAM_BYTES
     sum_bytes: float = SUM_BYTES
-    half: Literal["", "study", "held out"] = ""
+    half: Literal["", "study", "held out", "later"] = ""
     batch: int = 1
+    host_bound: bool = False
 
     @property
     def tokens(self) -> int:
@@ -313,7 +316,7 @@ def check_lines(cells: tuple[Cell, ...]) -> Iterator[str]:
     found = residuals(cells, SHIPPED)
     yield "Planned with the shipped rates, published, error"
     yield from _residual_lines(found)
-    for half in ("study", "held out"):
+    for half in ("study", "held out", "later"):
         part = [each for each in found if each.cell.half == half]
         if part:
             yield _summary(f"  error, {half}", part)

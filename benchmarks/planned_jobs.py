@@ -121,7 +121,7 @@ def _is_a_job(cell: calibration.Cell) -> bool:
     usual = kernels.level != "fused" and kernels.attention == "flash" and kernels.flash == 2
     is_of_one_gpu = kernels.split == 1 and not cell.replicated and cell.measure == "tokens_per_s"
     trained = shape.vocab_size > 1000 and not shape.dropout and not kernels.autocast
-    return usual and is_of_one_gpu and trained and cell.precision == "bf16"
+    return usual and is_of_one_gpu and trained and cell.precision == "bf16" and not cell.host_bound
 
 
 def _published_cell(cell: calibration.Cell) -> Cell:

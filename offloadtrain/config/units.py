@@ -35,12 +35,14 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str) -> float:
-    """Numbers such as "10B", "1.5M", "32k" or "4096" → their value.
+    """Numbers such as "10B", "1.5M", "32k", "1e13" or "4096" → their value.
 
     Raises:
         ValueError: for anything else.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmbt]?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([kmbt]?)\s*", text, re.IGNORECASE
+    )
     if match is None:
         raise ValueError(f"'{text[:40]}' is not a number such as 10B, 350M or 4096")
     return float(match[1]) * 1000.0 ** _DECIMAL.index(_COUNTS[match[2].lower()])

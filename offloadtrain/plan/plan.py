@@ -172,7 +172,7 @@ class Plan:
     @property
     def device_room(self) -> int:
         """Bytes available to tensors on each device; on a CPU see `host_room`."""
-        room = self.machine.gpu_memory_bytes - self.machine.gpu_reserved_bytes
+        room = max(self.machine.gpu_memory_bytes - self.machine.gpu_reserved_bytes, 0)
         limit = self.job.device.process_memory_limit
         return min(room, parse_bytes(limit)) if limit else room
 
@@ -279,9 +279,9 @@ class Plan:
         if not self.machine.on_cpu and used > self.device_room:
             problems.append(_too_much("the device", used, self.device_room, device))
         limit = self.job.offload.memory.host_limit
-        job_bytes = sum(host.values()) - host.get(PROCESS, 0)
-        if limit is not None and job_bytes > limit:
-            problems.append(_too_much("offload.host_memory_limit", job_bytes, limit, host))
+        limited = {owner: size for owner, size in host.items() if owner != PROCESS}
+        if limit is not None and (used := sum(limited.values())) > limit:
+            problems.append(_too_much("offload.host_memory_limit", used, limit, limited))
         moment, peak = max(self._peaks(host, device).items(), key=lambda item: item[1])
         if peak > self.host_room:
             owners = dict(host) | (dict(device) if self.machine.on_cpu else {})
@@ -348,9 +348,8 @@ class Plan:
     def missing_bytes(self) -> int:
         """Bytes beyond what a device and a host have."""
         host = max(self._peaks(self.needed, self.device).values()) - self.host_room
-        if self.machine.on_cpu:
-            return max(host, 0)
-        return max(host, 0) + max(sum(self.device.values()) - self.device_room, 0)
+        device = 0 if self.machine.on_cpu else sum(self.device.values()) - self.device_room
+        return max(host, 0) + max(device, 0)
 
     @cached_property
     def fits(self) -> bool:

@@ -140,11 +140,10 @@ def _of_blocks(plan: Plan) -> str:
 
 
 def _change_json(change: Change) -> dict[str, Any]:
-    predicted = change.plan.prediction
     return {
         "keys": change.keys,
         "fits": change.plan.fits,
-        "tokens_per_s": predicted.tokens_per_s,
+        "tokens_per_s": change.plan.prediction.tokens_per_s,
         "device_bytes": sum(change.plan.device.values()),
         "host_bytes": max(change.plan.host_peaks.values()),
     }

@@ -145,14 +145,13 @@ def run_cost(plan: Plan, *, tokens: int = 0, price: Price | None = None, done: i
         accuracy, what = accuracy_of_plans(plan.machine.gpu)
         band = accuracy.band
         basis = f"nine of ten of {accuracy.cells} {what}"
-    hours = seconds / _HOUR_S * plan.hosts
     return RunCost(
         steps=max(steps - done, 0),
         tokens=max(steps - done, 0) * job.batch_tokens,
         seconds=seconds,
         checkpoints=checkpoints,
         written_bytes=checkpoints * plan.checkpoint_bytes + max(steps - done, 0) * to_disk,
-        money=None if price is None else hours * price.per_hour,
+        money=None if price is None else seconds / _HOUR_S * plan.hosts * price.per_hour,
         per_hour=0.0 if price is None else price.per_hour,
         currency="" if price is None else price.currency,
         band=band,

@@ -295,19 +295,26 @@ WRONG_USE: list[tuple[list[str], int, str]] = [
     (["demo", "--machine", "h1000"], 2, "did you mean h100"),
     (["demo", "--machine", "no/such.toml"], 2, "cannot be read"),
     (["demo", "--gpus", "0"], 2, "at least 1"),
+    (["demo", "--gpus", "1.5"], 2, "--gpus 1.5: give a number of at least 1"),
+    (["demo", "--sweep", "gpus=1", "--gpus", "2"], 2, "leave out --gpus"),
+    (["demo", "--search", "--compare"], 2, "--compare and --why are for one plan"),
+    (["--largest", "--why", "--machine", "t4"], 2, "--compare and --why are for one plan"),
+    (["demo", "--machine", "cpu2", "--tokens", "0"], 2, "--tokens 0: give at least 1 token"),
+    (["demo", "--machine", "cpu2", "--tokens", "9" * 400], 2, "no more than any data have"),
     (["demo", "--host-memory", "64"], 2, "give a size with its unit, such as 24GiB"),
     (["demo", "--search", "--sweep", "gpus=1"], 2, "--search tries the divisions of one job"),
     (["demo", "--host-memory", "much"], 2, "not a size"),
     (["demo", "--machine", "cpu2", "--gpu-memory", "8GiB"], 2, "has no GPU"),
     (["demo", "--set", "model.d_model=7"], 2, "must be a multiple"),
     (["demo", "--machine", "h100", "--gpus", "7"], 2, "cannot share"),
-    (["demo", "--sweep", "gpus=0"], 2, "gpus=1,2,4"),
+    (["demo", "--sweep", "gpus=0"], 2, "--sweep gpus=0: gpus = 0: give a number of at least 1"),
     (["demo", "--largest"], 2, "leave out demo"),
     (["gpt_13b_v100", "--machine", "cpu2"], 4, "computes on its CPU"),
     (["demo", "--hf", "."], 2, "leave out demo"),
     (["--hf", ".", "--sweep", "gpus=1"], 2, "leave out --sweep"),
     (["demo", "--machine", "h100", "t4"], 2, "several are for --hf"),
     (["--fine-tune", "8B", "--machine", "h100", "t4", "--save", "x"], 2, "--save x: it is for one"),
+    (["--fine-tune", "0B", "--price", "free"], 2, "--price free: give an hour's price"),
     (["--fine-tune", "0B", "--machine", "rtx4090"], 2, "--fine-tune 0B"),
     (["--fine-tune", "8", "--machine", "rtx4090"], 2, "--fine-tune 8"),
     (["--fine-tune", "900B", "--machine", "rtx4090"], 2, "--fine-tune 900B"),
@@ -420,7 +427,9 @@ def test_an_answer_ends_with_its_job(tmp_path: Path, capsys: Captured) -> None:
         line, text = out.splitlines()[0], file.read_text()
         assert line.startswith(first) and out.endswith(text) and text.startswith(f"# {line}\n")
         saved = as_json(capsys, file, *where)
-        assert plan(*arguments) == 2 and "File exists" in capsys.readouterr().err
+        assert plan(*arguments) == 2
+        again = capsys.readouterr()
+        assert again.out == out and "File exists" in again.err
         assert saved["fits"] and f": {format_count(saved['step']['tokens_per_s'])} tokens/s" in line
         assert ("the nearest that fits is offload." in line) == (code == 4)
 

@@ -26,6 +26,7 @@ from offloadtrain.plan import report
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.costs import CODEC_BYTES
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search import suggest
 from offloadtrain.plan.search.suggest import nearest, settled, single_changes
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.layout.block_spec import BlockSpec
@@ -455,6 +456,14 @@ def test_a_job_that_does_not_fit_is_told_the_share_with_which_it_is_fastest() ->
     share = change.plan.job.offload.gradients.device_share
     assert 0 < share < 1 and f"offload.sums_on={{device={share}}}" in change.text
     assert "offload.recompute_blocks=6" in change.text and change.plan.fits
+
+
+def test_where_no_layer_runs_again_activations_are_kept_by_name() -> None:
+    config, machine = job("offload.activation=offload"), replace(RTX4090, gpu_memory="80 GiB")
+    keys = {"offload.activation": "recompute"}
+    change = suggest.Change(keys, planned(suggest.applied(config, keys), machine))
+    less = suggest._with_less_recompute(config, change, "", machine, 1, None)
+    assert less.keys == {"offload.activation": "keep"} and less.plan.placed.recomputed == 0
 
 
 def test_the_least_share_with_which_the_host_has_room_keeps_most_activations() -> None:

@@ -142,7 +142,7 @@ def test_rows_are_of_the_same_step(capsys: Captured) -> None:
 def test_what_cannot_be_compared_is_refused(override: str, capsys: Captured) -> None:
     assert main(["plan", "llama_1b", "--compare", *override.split()]) == 2
     message = capsys.readouterr().err
-    assert "--compare is for" in message or "--compare compares one plan" in message
+    assert "--compare is for" in message or "--compare and --why are for one plan" in message
 
 
 @pytest.mark.slow

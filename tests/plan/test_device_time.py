@@ -31,6 +31,8 @@ from offloadtrain.step.program.operations import Lane
 from tests import levels
 
 A100 = find("a100_80gb")[1]
+NO_LAUNCHES = replace(A100, launch_us=0.0)
+"""The host launches in no time."""
 IDEAL = replace(A100, half_width=0.0, launch_us=0.0, flash_share=1.0, flash_half_length=0.0)
 GPT = ModelShape(
     vocab_size=1000, num_layers=2, d_model=512, num_heads=8, mlp="gelu", positions="learned"
@@ -84,7 +86,9 @@ def test_autocast_moves_what_its_operations_read_and_write() -> None:
     each = 2 * 4096 / (1e9 * A100.hbm_gbps)
     for level, attention in ((a, b) for a in hidden for b in ("flash", "scores")):
         kernels = Kernels(level=level, attention=attention)  # type: ignore[arg-type]
-        plain, cast = (block(GPT, A100, replace(kernels, autocast=on)) for on in (False, True))
+        plain, cast = (
+            block(GPT, NO_LAUNCHES, replace(kernels, autocast=on)) for on in (False, True)
+        )
         rows = 8 * 1024 if attention == "scores" else 0
         forward, backward = (
             each * (512 * more + rows * score)
@@ -119,7 +123,7 @@ def test_the_first_flash_attention_takes_its_flops_in_products_more(share: float
 def test_a_short_microbatch_moves_its_weights_as_often() -> None:
     """Per token, a quarter of the tokens moves four times the bytes of weights; of experts those of
     all."""
-    card = replace(A100, launch_us=0.0)
+    card = NO_LAUNCHES
     few, many = (block(GPT, card, Kernels(), tokens) for tokens in (1024, 4096))
     weights = 2 * 12 * 512**2 / (1e9 * card.hbm_gbps)
     saved = weights * (1 / 1024 - 1 / 4096)
@@ -184,7 +188,7 @@ def test_norms_in_fp32_move_what_their_operations_read_and_write() -> None:
     Backward: weight 12, cast 6, product 8, root 16, mean 4, square 28, sum 12, cast 6. A kernel
     reads and writes 4 of them forward, and 8 backward."""
     forward, backward = (6 + 8 + 4 + 8 + 6 + 4) - 4, (12 + 6 + 8 + 16 + 4 + 28 + 12 + 6) - 8
-    kernel, chain = (block(LLAMA, A100, Kernels(norm_fp32=chain)) for chain in (False, True))
+    kernel, chain = (block(LLAMA, NO_LAUNCHES, Kernels(norm_fp32=chain)) for chain in (False, True))
     each = 2 * 4096 * 512 / (1e9 * A100.hbm_gbps)
     assert chain.forward - kernel.forward == pytest.approx(forward * each)
     assert chain.backward - kernel.backward == pytest.approx(backward * each)
@@ -195,7 +199,7 @@ def test_gradients_of_biases_are_sums_of_the_products_outputs(
     shape: ModelShape, outputs: float
 ) -> None:
     """Of queries, keys and values, the attention's result, and the MLP's matrices; each is read."""
-    none, biased = (block(replace(shape, bias=on), A100, Kernels()) for on in (False, True))
+    none, biased = (block(replace(shape, bias=on), NO_LAUNCHES, Kernels()) for on in (False, True))
     assert biased.forward == none.forward
     added = 2 * 4096 * outputs / (1e9 * A100.hbm_gbps)
     assert biased.backward - none.backward == pytest.approx(added)
@@ -353,6 +357,21 @@ def test_the_second_batch_is_divided_by_a_hash() -> None:
     for cell in cells:
         first = sha256(f"{cell.card} {cell.cell} {cell.published}".encode()).digest()[0]
         assert cell.half == ("held out" if first % 2 else "study"), cell.cell
+
+
+def test_later_throughputs_are_planned_as_the_page_says() -> None:
+    """Of steps that wait for their GPU, none is as far off as one bound by its host."""
+    residuals = checks("later")
+    assert len(residuals) == 13 and not fitted_to(residuals)
+    host_bound = [each for each in residuals if each.cell.host_bound]
+    assert [each.cell.seq_len for each in host_bound] == [256, 512, 1024, 2048]
+    seconds = [
+        each.cell.tokens * each.cell.micro_steps / each.cell.published for each in host_bound
+    ]
+    assert max(seconds) < 1.1 * min(seconds)
+    assert all(each.error > 0.5 for each in host_bound)
+    others = [each for each in residuals if not each.cell.host_bound]
+    assert abs(calibration.worst(others).error) <= 0.5
 
 
 def test_every_exception_is_one() -> None:

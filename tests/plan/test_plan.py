@@ -56,6 +56,7 @@ def test_an_estimate_refuses_only_what_it_cannot_be_wrong_about() -> None:
         return less.problems, less.certain_problems
 
     assert problems(engine_bytes + guessed) == ([], [])
+    assert "and has 0 B. Largest" in problems(-reserved // 2)[0][0]  # not less than nothing
     maybe, certain = problems(engine_bytes + guessed // 2 + 1)
     assert maybe and not certain
     maybe, certain = problems(engine_bytes + guessed // 2 - 1)
@@ -176,7 +177,7 @@ def test_what_the_device_does_and_waits_for_is_the_step(
     if working == "device":
         config = replace(config, offload=config.offload.replace(zero_stage=stage))
     config = replace(config, model=replace(config.model, num_layers=layers))
-    prediction = planned(config, DGX2, ranks).prediction
+    prediction = planned(config, replace(DGX2, launch_us=0.0), ranks).prediction
     assert prediction.seconds == pytest.approx(prediction.busy_s["compute"] + prediction.exposed)
     assert prediction.seconds >= max(prediction.busy_s.values()) * (1 - 1e-9)
     per_token = prediction.tflops * 1e12 * prediction.seconds / (2 * 512 * accum)
@@ -461,6 +462,11 @@ def test_any_job_has_a_plan_or_one_clear_line() -> None:
         except OffloadTrainError as error:
             assert "\n" not in str(error) and len(str(error)) > 40
     assert made > 20
+
+
+def test_a_limit_of_the_jobs_memory_does_not_name_what_it_leaves_out() -> None:
+    (problem,) = planned(small(offload__host_memory_limit='"1 MiB"'), DGX2).problems
+    assert problem.startswith("offload.host_memory_limit needs") and "Python" not in problem
 
 
 # ---- dry runs

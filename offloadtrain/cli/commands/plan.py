@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -73,7 +73,7 @@ def plan(
     *,
     overrides: Overrides = (),
     machine: Several = (),
-    gpus: int = 1,
+    gpus: str = "",
     gpu_memory: Annotated[str, Parameter(name=("--gpu-memory", "--gpu"))] = "",
     host_memory: Annotated[str, Parameter(name=("--host-memory", "--host"))] = "",
     host_reserve: str = "",
@@ -112,7 +112,7 @@ def plan(
         device.machine, else this machine, with the rates of the most similar shipped one.
         Several with --hf or --fine-tune: a table.
     gpus
-        Number of ranks, one per GPU. They divide the job's batch.
+        Number of ranks, one per GPU; default 1. They divide the job's batch.
     gpu_memory
         Memory of each GPU, such as 32GiB, instead of the machine's.
     host_memory
@@ -162,40 +162,41 @@ def plan(
 
     models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
     one_answer = len(models) == len(machines) == 1
-    parse_ranks("--gpus", str(gpus))
-    searches = {"--search": search, "--largest": largest, "--sweep": sweep, "--compare": compare}
+    ranks, hourly = parse_ranks("--gpus", gpus or "1"), parse_price(price) if price else None
+    searches = {"--search": search, "--largest": largest, "--sweep": sweep, "--gpus": gpus}
     _check_alone(searches | {"JOB": job, "--set": overrides, "--hf": hf, "--fine-tune": fine_tune})
     one_plan = (one_answer or not models) and not (largest or search or sweep)
-    of_one_plan = "" if one_plan else tokens or data or price or epochs
+    of_one_plan = not one_plan and (tokens or data or price or epochs or compare or why)
     _check_several(() if models else machine, "" if one_answer else save, bool(of_one_plan))
     chosen = partial(chosen_machine, sizes=(gpu_memory, host_memory, host_reserve))
     if largest:
-        return _largest(*chosen(machines[0]), gpus, as_json=as_json)
+        return _largest(*chosen(machines[0]), ranks, as_json=as_json)
     if models and not one_answer:
-        return _table(hf, fine_tune, overrides, list(map(chosen, machines)), gpus, as_json=as_json)
+        return _table(hf, fine_tune, overrides, list(map(chosen, machines)), ranks, as_json=as_json)
     changed = (*overrides, *_with_data(data, hf[0] if hf else ""))
-    question = _question(models[0], bool(hf), changed, gpus) if models else None
+    question = _question(models[0], bool(hf), changed, ranks) if models else None
     config = question.job if question else _job(job, changed)
     count = _run_tokens(config, tokens, data, epochs)
     name, target = chosen(machines[0] or config.device.machine)
     if search:
-        return _search(config, name, target, gpus, as_json=as_json)
+        return _search(config, name, target, ranks, as_json=as_json)
     if sweep:
         return _sweep(config, name, target, _counts(sweep), as_json=as_json)
     answer = None
     if question is None:
-        planned, alternatives, trace = _planned(config, name, target, gpus, compare=compare)
+        planned, alternatives, trace = _planned(config, name, target, ranks, compare=compare)
     else:
-        answer, trace = _answer(question, name, target, gpus, count)
-        _save(answer, save)
+        answer, trace = _answer(question, name, target, ranks, count)
         planned, alternatives = answer.shown(as_json=as_json)
-    run = run_cost(planned, tokens=count, price=parse_price(price) if price else None)
+    run = run_cost(planned, tokens=count, price=hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
+    if answer is not None:
+        _save(answer, save)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 
 _ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "--compare": ("compares one plan", ("--sweep", "--largest")),
+    "--sweep": ("plans several numbers of GPUs", ("--gpus",)),
     "--search": ("tries the divisions of one job", ("--hf", "--fine-tune", "--sweep")),
     "--largest": ("searches over models", ("JOB", "--hf", "--fine-tune", "--sweep", "--set")),
     "--hf": ("asks for a model", ("JOB", "--sweep")),
@@ -227,7 +228,9 @@ def _check_several(machines: Sequence[str], save: str, of_one_plan: bool) -> Non
             f"--machine {' '.join(machines)}: several are for --hf. A JOB comes before --machine"
         )
     if of_one_plan:
-        raise ConfigError("--tokens, --data, --epochs and --price are for one plan")
+        raise ConfigError(
+            "--tokens, --data, --epochs, --price, --compare and --why are for one plan"
+        )
 
 
 def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
@@ -242,14 +245,19 @@ def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
         raise ConfigError(f"--epochs {epochs}: give more than 0")
     if tokens:
         try:
-            return max(round(parse_count(tokens)), 1)
+            count = parse_count(tokens)
         except ValueError as error:
             raise ConfigError(f"--tokens: {error}") from None
-    if not (data or epochs):
-        return 0
-    from offloadtrain.train.build import epoch_tokens
+    elif data or epochs:
+        from offloadtrain.train.build import epoch_tokens
 
-    return ceil((epochs or 1) * epoch_tokens(job))
+        count = (epochs or 1) * epoch_tokens(job)
+    else:
+        return 0
+    if not 1 <= count <= 1e18:
+        flag = f"--tokens {tokens[:40]}" if tokens else f"--epochs {epochs}"
+        raise ConfigError(f"{flag}: give at least 1 token, and no more than any data have")
+    return ceil(count)
 
 
 def _planned(
@@ -503,12 +511,12 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
     if reason := pipeline_search.undivided(job):
         print(f"Replicas only: {reason}", file=sys.stderr)
     divisions = pipeline_search.search(job, name, machine, gpus)
-    text = f"No division of {job.name} among {gpus} ranks fits {name}."
+    lines = [f"No division of {job.name} among {gpus} ranks fits {name}."]
     if divisions:
-        text = "\n".join((f"{job.name} on {gpus} x {name}:", *pipeline_search.table(divisions)))
+        lines = [f"{job.name} on {gpus} x {name}:", *pipeline_search.table(divisions)]
     rows = pipeline_search.as_json(divisions)
     facts = {"machine": name, "job": job.name, "ranks": gpus, "rows": rows}
-    print(json.dumps(facts) if as_json else text)
+    print(json.dumps(facts) if as_json else "\n".join(lines))
     return 0 if divisions else DOES_NOT_FIT
 
 
@@ -521,7 +529,7 @@ def _sweep(config: Config, name: str, machine: Machine, counts: list[int], *, as
     described, trace = _described(config, machine, fewest)
     config = suggest.planned(described, name, machine, fewest, trace).job
     points = sweep.sweep(config, name, machine, counts)
-    facts = {"machine": name, "job": config.name, "points": sweep.as_json(points)}
+    facts = {"machine": name, "job": config.name, "points": list(map(asdict, points))}
     print(json.dumps(facts) if as_json else sweep.table(points, name))
     return 0 if any(not point.problem for point in points) else DOES_NOT_FIT
 
@@ -532,7 +540,7 @@ def _counts(text: str) -> list[int]:
     key, _, values = text.partition("=")
     if key != "gpus":
         raise ConfigError(f"--sweep {text[:40]}: give, for example, gpus=1,2,4")
-    return sorted({parse_ranks("--sweep gpus=1,2,4:", part) for part in values.split(",")})
+    return sorted({parse_ranks(f"--sweep {text[:40]}: gpus =", part) for part in values.split(",")})
 
 
 def _with_data(data: str, hf: str) -> tuple[str, ...]:

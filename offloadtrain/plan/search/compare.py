@@ -110,8 +110,7 @@ def _ours(plan: Plan) -> Row:
     moment = max(plan.host_peaks, key=lambda name: plan.host_peaks[name])
     host = {owner: size * plan.local_ranks for owner, size in plan.host.items()}
     if moment == "init":  # what is built at once takes more than a step's block inputs
-        rest = plan.host_peaks["init"] - sum(host.values())
-        host["while the model is built"] = rest
+        host["while the model is built"] = plan.host_peaks["init"] - sum(host.values())
     return Row(
         system=OURS,
         device=plan.device,
@@ -146,14 +145,13 @@ def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
     """Return the job as others run it: weights on the device, layers recomputed unless the job
     keeps their activations, and one copy of the state."""
     keeps = not job.offload.activations.recomputes
-    again = job.offload.activations.recompute_blocks
     offload = job.offload.replace(
         working="device",
         resident_blocks=None,
         state="fp32",
         state_on="host",
         activation="keep" if keeps else "recompute",
-        recompute_blocks=None if keeps else again,
+        recompute_blocks=None if keeps else job.offload.activations.recompute_blocks,
     )
     ranks = plan.placed.spec.replicas
     alike = replace(job, offload=offload, ranks=replace(job.ranks, shard=0))

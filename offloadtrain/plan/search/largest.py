@@ -158,11 +158,10 @@ def _line(row: Row) -> str:
         return f"{weights:8} {row.state:8} {'-':19}"
     plan, train = row.plan, row.plan.placed.config.train
     device, host = sum(plan.device.values()), max(plan.host_peaks.values())
-    rate = plan.prediction.tokens_per_s
     return (
         f"{weights:8} {row.state:8} {row.model:19} {format_count(row.params):>10} "
         f"{train.micro_batch:10} {format_bytes(device):>10} {format_bytes(host):>10} "
-        f"{format_count(rate):>9}"
+        f"{format_count(plan.prediction.tokens_per_s):>9}"
     )
 
 

@@ -164,9 +164,8 @@ def nearest(
         if not any(other.keys.items() < change.keys.items() for other in fitting)
     ]
     first = _fastest(fewest[:SIMULATED])[:most]
-    return _fastest(
-        [_with_less_recompute(job, change, name, machine, ranks, trace) for change in first]
-    )
+    less = (_with_less_recompute(job, change, name, machine, ranks, trace) for change in first)
+    return _fastest([*{change.text: change for change in less}.values()])
 
 
 def of_each_placement(
@@ -292,6 +291,10 @@ def _with_less_recompute(
     is_open = {key: "auto" for key in ("offload.sums_on",) if key in change.keys}
     is_open["offload.recompute_blocks"] = "auto"
     less = _changed(job, change.keys | is_open, name, machine, ranks, trace)
+    if less is not None and less.plan.job.offload.activations.recompute_blocks == 0:
+        del is_open["offload.recompute_blocks"]
+        is_open["offload.activation"] = "keep"  # its name, where no layer runs again
+        less = _changed(job, change.keys | is_open, name, machine, ranks, trace)
     if less is None or not less.plan.fits:
         return change
     if less.plan.prediction.tokens_per_s < change.plan.prediction.tokens_per_s * (1 + SAME):

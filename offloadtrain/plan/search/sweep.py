@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
@@ -86,10 +85,6 @@ def table(points: Sequence[Point], name: str) -> str:
         "whose updates are one version stale)"
     )
     return "\n".join([head, *map(_line, points), note])
-
-
-def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
-    return [asdict(point) for point in points]
 
 
 def _line(point: Point) -> str:

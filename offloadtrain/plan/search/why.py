@@ -113,8 +113,10 @@ def _bounds(answer: Why) -> list[str]:
 
 def as_json(answer: Why) -> dict[str, Any]:
     """Return the answer as plain values."""
-    every = (*answer.changes, *answer.rounding)
-    changes = [{"keys": change.keys, "gain": gain, "note": _note(change)} for change, gain in every]
+    changes = [
+        {"keys": change.keys, "gain": gain, "note": _note(change)}
+        for change, gain in (*answer.changes, *answer.rounding)
+    ]
     return {"gains_of_twice": dict(answer.gains), "changes": changes}
 
 

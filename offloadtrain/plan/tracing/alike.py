@@ -385,8 +385,8 @@ class AlikePieces:
         before = self._next_segment()
         first = make(pieces[0])
         self._repeat(before, left_out)
-        # Each of them holds its memory, and is made without work.
-        middle = [torch.empty_like(first) for _ in range(left_out)]
+        # They hold their memory, and are made without work, all thousands in one operation.
+        middle = first.new_empty((left_out, *first.shape)).unbind()
         return [first, *middle, *(make(piece) for piece in pieces[1 + left_out :])]
 
     def _next_segment(self) -> int:

@@ -108,3 +108,15 @@ def test_what_pieces_make_is_held_until_all_have_run(pieces: int) -> None:
     # All of them and their copy, or the last one's operand beside them.
     most = max(8 * pieces, 4 * pieces + 4 * 50)
     assert traced(few=True) == traced(few=False) == (most, traced(few=False)[1])
+
+
+def test_a_loss_of_thousands_of_pieces_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, where a piece is as large as the cache: they are no layer without end."""
+    monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", 4 * CLASSES)
+    step = tracing.trace_step(
+        Head(in_parts=False),
+        lambda model: model(torch.empty(5000, WIDTH)),
+        OffloadConfig(precision="bf16"),
+        on_cpu=True,
+    )
+    assert step.activations.total > 2 * 5000 * CLASSES

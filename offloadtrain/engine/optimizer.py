@@ -150,7 +150,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._release.engine = weakref.ref(self._engine)
         self._engine.lanes.copies_block = self.device.type == "cuda" and not self.pinned
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        self._parameter_guard, self._grouped = ParameterGuard(self.model), self._members()
+        self._parameter_guard = ParameterGuard(self.model, self.param_groups)
         counter = self._engine.counter
         counter.shown = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
         counter.count_from(counter.steps)
@@ -360,16 +360,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if self._prepared and self._accumulating:
             return None
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._engine.step_gradients.take_assigned()
         # Among ranks the others may have had a backward, and would wait for this one.
         guard = self._engine.guard
         if guard.phase is Phase.FORWARD and not guard.in_flight and self._division.size == 1:
             if not self._parameter_guard.is_retrained():
-                self._parameter_guard.check()  # all parameters may have been replaced
+                self._parameter_guard.check()  # All parameters may have been replaced.
             if "no backward" not in self._warned:
                 self._warned |= {"no backward"}
                 _log.warning(
@@ -575,9 +573,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if self._is_delayed or not self._engine.program.mode.waits_for_norm:
             with torch.inference_mode(False):
                 self.take_over_writes()
-        is_same = self._engine.functions.groups is self.param_groups
-        is_same = is_same and self._members() == self._grouped
-        if is_same and not self._parameter_guard.is_retrained():
+        guard, groups = self._parameter_guard, self.param_groups
+        is_same = self._engine.functions.groups is groups and not guard.is_regrouped(groups)
+        if is_same and not guard.is_retrained():
             return None
         # A model that is frozen as a whole is not trained for a while: the critic of a GAN, in the
         # steps of its generator.
@@ -588,10 +586,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             return None
         self._relayout("parameters were frozen, unfrozen or regrouped")
         return self._engine
-
-    def _members(self) -> list[list[int]]:
-        """Return the ids of the parameters of each group."""
-        return [[*map(id, group["params"])] for group in self.param_groups]
 
     @torch.no_grad()
     def _relayout(

@@ -427,8 +427,10 @@ class ParameterGuard:
     forward registers a parametrization and removes it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
+        """`groups`: the optimizer's parameter groups."""
         self._model = model
+        self._grouped = _members(groups)
         self._named = list(model.named_parameters())
         self._params = [param for _, param in self._named]
         self._trainable = [param.requires_grad for param in self._params]
@@ -450,6 +452,10 @@ class ParameterGuard:
         """Tell whether a parameter was frozen or unfrozen since this was made."""
         with past_the_class():
             return list(map(_requires_grad, self._params)) != self._trainable
+
+    def is_regrouped(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Tell whether the groups have other parameters than when this was made."""
+        return _members(groups) != self._grouped
 
     def check(self) -> None:
         """Raises ModelError naming the first parameter that others have changed otherwise than by
@@ -476,6 +482,10 @@ class ParameterGuard:
                     f"parameter '{name}' was {what} between a forward of the model and step(): "
                     "freeze and unfreeze after step() or zero_grad(), before the next forward"
                 )
+
+
+def _members(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
+    return [[id(param) for param in group["params"]] for group in groups]
 
 
 def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -68,7 +68,8 @@ def test_narrow_state_is_updated_by_compiled_code(
         monkeypatch.setattr(on_device, "_compiled", lambda *_: on_device.narrow_adam)
     scalars = test_on_device_narrow.scalars()
     assert kernels.compiles(scalars) or not HAS_GPU
-    assert test_on_device_narrow.compare(name, scalars, DEVICE) < 0.05
+    # split16 keeps masters to the last bit: the lowest of 8 bytes may differ everywhere.
+    assert test_on_device_narrow.compare(name, scalars, DEVICE) < 0.13
 
 
 def test_matrices_on_the_device() -> None:

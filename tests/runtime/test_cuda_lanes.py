@@ -270,6 +270,7 @@ def test_collectives_between_two_ranks(ranks: Run) -> None:
     for case in (
         Case({**OFFLOADED, "reduction": "fp32", "state": "int8", "grad_accum_steps": 2}, AMONG),
         Case({**RESIDENT, "zero_stage": 2}, AMONG),
+        Case({"zero_stage": 3}, AMONG),
     ):
         for faults, equal, sent, lanes in ranks(2, on_a_rank, case):
             assert faults == [] and equal and sent > 0

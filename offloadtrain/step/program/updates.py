@@ -289,6 +289,9 @@ class UpdatePath:
         if any(bucket.lane is Lane.UPDATE for _, buckets in blocks for bucket in buckets):
             self._order.wait(Lane.UPDATE, event, "masters are set")
         for block, buckets in blocks:
+            # Nor does one declare the allocation of shards on compute, which may be new.
+            shards = [b.upload_target for b in buckets if b.source_kind is Memory.DEVICE_SHARD]
+            self._order.was_read(shards, event)
             self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
             # A block without trained buckets uploads nothing, but its frozen weights may be new.
             self._streaming.drop(block)

@@ -247,25 +247,22 @@ class Engine:
             program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
-        self._agreed_order: list[str] = []
-        """The order in which several ranks bring weights up."""
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
         self.casts: list[Removable] = []  # hooks, too, which another engine takes over
 
     def _forward_order(self) -> list[str]:
-        """Return the blocks in the order in which their weights go up. Among ranks it is rank 0's,
-        on which all agree in the first step, in a collective."""
-        if not self._agreed_order:
-            # Blocks that forward has never entered come last.
-            names = [*self.residency.blocks]
-            order = list(dict.fromkeys([*(b.name for b in self.residency.forward_order), *names]))
-            if self._ranks.is_single:
-                return order
-            numbers = self._ranks.everyone.all_gather_host([*map(names.index, order)])[0]
-            self._agreed_order = [names[int(number)] for number in numbers]
-        return self._agreed_order
+        """Return the blocks in the order in which their weights go up, that of forward. Among ranks
+        it is rank 0's, on which all agree in the first step, in a collective."""
+        # Blocks that forward has never entered come last.
+        blocks = [*self.residency.blocks.values()]
+        order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
+        if not (self._ranks.is_single or self._has_stepped):
+            numbers = self._ranks.everyone.all_gather_host([*map(blocks.index, order)])[0]
+            order = [blocks[int(number)] for number in numbers]
+            self.residency.forward_order = dict.fromkeys(order)
+        return [block.name for block in order]
 
     @property
     def counter(self) -> StepCounter:

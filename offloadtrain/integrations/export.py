@@ -276,4 +276,4 @@ def write_tokenizer(source: Path | None, folder: Path, tokenizer: Any) -> None:
     for path in paths:
         shutil.copyfile(path, folder / path.name)
     if not paths:
-        _log.warning("'%s' has no tokenizer: none came with the model; pass tokenizer=…", folder)
+        _log.warning("no tokenizer is written: none came with the model; pass tokenizer=…")

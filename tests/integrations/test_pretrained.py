@@ -420,8 +420,11 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_the_tokenizer_comes_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path / "in")
+    ot.save_pretrained(transformers.AutoModel.from_pretrained(tmp_path / "in"), tmp_path / "none")
+    assert "no tokenizer is written" in caplog.text
+    assert ".none-" not in caplog.text  # a folder that is renamed at the end
     tokenizer().save_pretrained(tmp_path / "in")
     _, optimizer = load(tmp_path / "in")
     ot.save_pretrained(optimizer, tmp_path / "copied")

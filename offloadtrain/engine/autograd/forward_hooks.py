@@ -40,7 +40,8 @@ from offloadtrain.engine.checks import has_compiled
 from offloadtrain.runtime.lanes import Lanes, Span
 
 _DTYPES = (
-    "offloadtrain: weights are in 16 bits here, and only inputs of torch's own modules are cast. "
+    "offloadtrain: weights are in 16 bits here, buffers are not, and only inputs of torch's own "
+    "modules are cast. "
     'Keep those of this part in fp32, offload(keep_fp32=["name.*"]), compute it inside '
     'torch.autocast, or set precision = "fp32"'
 )

@@ -578,6 +578,21 @@ def test_published_models_have_their_parameters_and_are_planned(capsys: Captured
 
 
 @pytest.mark.slow
+def test_the_page_has_the_stages_that_are_planned(capsys: Captured) -> None:
+    page = " ".join(Path("docs/plan.md").read_text().split())
+    keys = ("model.vocab_size=151936", "model.tie_embeddings=false", "offload.state_on=device")
+    where = ("--machine", "a100_80gb", "--gpus", 4, "--set", *keys, "ranks.pipeline=4")
+    even, chosen = (
+        printed(capsys, "llama_1b", *where, *more)
+        for more in ((), ("ranks.layers_per_stage=auto",))
+    )
+    layers = re.findall(r"stage \d \((\d) layers\)", chosen)
+    seconds = [re.findall(r"step: (\d\.\d+ s)", out)[0] for out in (even, chosen)]
+    assert f"{seconds[0]} a step with 6 layers on each stage" in page
+    assert f"{seconds[1]} with {', '.join(layers[:-1])} and {layers[-1]}:" in page
+
+
+@pytest.mark.slow
 def test_a_search_tries_selective_recompute(capsys: Captured) -> None:
     """Where all activations do not fit, and it is faster than to recompute all."""
     keys = ("offload.state=int8", "offload.sums_on=host", "offload.working=device")

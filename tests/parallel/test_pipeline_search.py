@@ -34,6 +34,8 @@ FREE = replace(
     A100,
     **dict.fromkeys(("h2d_gbps", "d2h_gbps", "host_link_gbps", "gpu_link_gbps"), 1e9),
     **dict.fromkeys(("dram_gbps", "shared_dram_gbps"), 1e9),
+    bf16_tflops=0.01,
+    **dict.fromkeys(("half_width", "launch_us"), 0.0),
 )
 """Nothing but compute takes time."""
 
@@ -231,6 +233,16 @@ def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
 def test_the_search_ends_for_any_number_of_sequences() -> None:
     row, *_ = search(pipeline(1, 3 * 10**12), "test", FREE, 1)
     assert row.plan.job.train.global_batch_tokens == 0 and row.seconds > 0
+
+
+def test_no_division_is_faster_than_its_launches() -> None:
+    """A stage of half of the layers has half of the launches, for twice as many microbatches."""
+    rows = search(pipeline(1, 16), "test", replace(A100, launch_us=200.0), 2)
+    assert {row.stages for row in rows} == {1, 2}
+    for row in rows:
+        assert row.seconds >= row.plan.prediction.launch_s > 0
+    whole, *divided = sorted((row.plan.prediction.launch_s, row.stages) for row in rows)
+    assert all(launch_s > 0.7 * whole[0] for launch_s, _ in divided)
 
 
 def test_the_search_tries_several_stages_on_a_rank() -> None:

@@ -48,4 +48,6 @@ def test_times_add_up_and_bytes_fit(machine: str) -> None:
             room = plan.device_room, plan.host_room
             within = needed[1] <= room[1] and (plan.machine.on_cpu or needed[0] <= room[0])
             assert plan.fits == within
-        assert large.prediction.tokens_per_s < small.prediction.tokens_per_s
+        # Half as long sequences take as many launches: where these bound it, it may be slower.
+        is_launching = small.prediction.launch_s >= small.prediction.seconds
+        assert is_launching or large.prediction.tokens_per_s < small.prediction.tokens_per_s

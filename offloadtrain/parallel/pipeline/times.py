@@ -33,7 +33,7 @@ OTHER_STAGES = "other stages"
 """In place of a lane: what the device waits for."""
 
 _SUMS = (
-    *("seconds", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),
+    *("seconds", "launch_s", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),
     *("copies_bytes", "copies_s", "parts_bytes", "parts_s", "experts_bytes", "experts_s"),
 )
 """Figures of a prediction that stages on one rank add up."""
@@ -124,14 +124,15 @@ def as_part_of(
     config, stages = held[0].config, [placed.config.stage for placed in held]
     sent = sum((not stage.is_first) + (not stage.is_last) for stage in stages if stage is not None)
     nbytes = times.links[0].nbytes * config.train.grad_accum_steps
+    seconds = max(times.seconds, alone.launch_s)
     return replace(
         alone,
-        seconds=times.seconds,
+        seconds=seconds,
         exposed_s={**alone.exposed_s, OTHER_STAGES: max(times.seconds - alone.seconds, 0.0)},
-        tokens_per_s=config.batch_tokens * held[0].spec.replicas / times.seconds,
-        tflops=times.flops / times.seconds / 1e12,
-        hardware_tflops=(times.flops + times.recomputed) / times.seconds / 1e12,
-        mfu=times.flops / times.seconds / peak if peak else None,
+        tokens_per_s=config.batch_tokens * held[0].spec.replicas / seconds,
+        tflops=times.flops / seconds / 1e12,
+        hardware_tflops=(times.flops + times.recomputed) / seconds / 1e12,
+        mfu=times.flops / seconds / peak if peak else None,
         comm_bytes=alone.comm_bytes + sent * nbytes,
     )
 

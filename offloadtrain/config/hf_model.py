@@ -210,7 +210,7 @@ def find_folder(name: str) -> Path:
         if (snapshot / "config.json").is_file():
             return snapshot
     raise FileNotFoundError(
-        f"has no config.json, neither as a folder nor in {cache}; download a model by its name "
+        f"no config.json, neither as a folder nor in {cache}; download a model by its name "
         "first: hf download NAME"
     )
 
@@ -222,7 +222,7 @@ def require_folder(hf: HfModel | None) -> None:
     try:
         find_folder(hf.hf)
     except FileNotFoundError as error:
-        raise ConfigError(f"model.hf = {toml.shown(hf.hf)} {error}") from None
+        raise ConfigError(f"model.hf = {toml.shown(hf.hf)}: {error}") from None
 
 
 def read_config(folder: Path, *, requested: Container[str] = ()) -> dict[str, Any]:
@@ -376,5 +376,5 @@ def with_config_json(
         quantized = _quantized(content.get("quantization_config"))
         return replace(hf, identity=identity_of(content), quantized=quantized), shape_of(content)
     except (OSError, ValueError) as error:
-        job.problems.append(f"model.hf = {toml.shown(hf.hf)} {error}")
+        job.problems.append(f"model.hf = {toml.shown(hf.hf)}: {error}")
         return hf, None

@@ -114,7 +114,7 @@ def test_a_job_loads_back_equal(tmp_path: Path) -> None:
 
 def test_wrong_keys_are_refused(tmp_path: Path) -> None:
     for override, message in (
-        ("model.hf=nowhere", "model.hf = 'nowhere' has no config.json"),
+        ("model.hf=nowhere", "model.hf = 'nowhere': no config.json"),
         ("model.init=zeros", "model.init = 'zeros' must be one of weights, random"),
         ("model.size=debug", r"model.size is config.json's with model.hf"),
         ("model.num_layers=3", r"model.num_layers is config.json's with model.hf"),

@@ -170,7 +170,6 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
     )
     estimate = pipeline_row(schedule, pipe, machine)
     needed = estimate.weights_bytes + estimate.state_bytes + estimate.activation_bytes
-    room = machine.gpu_memory_bytes - machine.gpu_reserved_bytes
     rate = micro_batches * train.micro_batch * job.data.seq_len / estimate.step_s
     return Point(
         system=schedule,
@@ -179,7 +178,9 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         tokens_per_s=rate,
         tflops=rate / gpus * flops_per_token(job.model, job.data.seq_len) / 1e12,
         efficiency=0.0,
-        problem="does not fit" if needed > room else "",
+        problem="does not fit"
+        if needed > machine.gpu_memory_bytes - machine.gpu_reserved_bytes
+        else "",
     )
 
 

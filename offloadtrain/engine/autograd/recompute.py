@@ -131,7 +131,7 @@ class _GlobalState:
 
 
 def _peek_python(_: object) -> object:
-    generator = random._inst
+    generator: Any = random._inst
     # CPython has the words after the object's header.
     return ctypes.string_at(id(generator) + object.__basicsize__, 625 * 4), generator.gauss_next
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.engine.autograd import recompute
 from tests.numerics.models import WIDTH, Layer
 
 BATCH, LAYERS = 6, 3
@@ -162,6 +163,17 @@ def test_the_bits_are_those_of_kept_activations(
         assert actual.keys() == resident.keys()
         assert all(torch.equal(value, resident[name]) for name, value in actual.items())
     assert left
+
+
+@pytest.mark.parametrize("layer", [Paired, Dropped])
+def test_so_they_are_where_the_generator_s_memory_is_not_known(
+    layer: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "_HAS_KNOWN_LAYOUT", False)
+    losses, masters, _ = train(layer, "recompute")
+    expected, expected_masters, _ = train(layer, "keep")
+    assert losses == expected
+    assert all(torch.equal(value, expected_masters[name]) for name, value in masters.items())
 
 
 def test_statistics_that_begin_to_run_later_are_found() -> None:

@@ -48,6 +48,7 @@ import ctypes
 import importlib
 import logging
 import random
+import struct
 import sys
 import types
 import weakref
@@ -130,10 +131,26 @@ class _GlobalState:
         return self._state
 
 
+def _words_of_python() -> bytes:
+    """Return the position and the 624 words of Python's global generator, which CPython stores
+    after the object's header."""
+    return ctypes.string_at(id(random._inst) + object.__basicsize__, 625 * 4)
+
+
+def _has_known_layout() -> bool:
+    """Tell whether this interpreter stores the generator so."""
+    if random._inst.__sizeof__() < object.__basicsize__ + 625 * 4:
+        return False
+    *words, position = random.getstate()[1]
+    return struct.pack("=625I", position, *words) == _words_of_python()
+
+
+_HAS_KNOWN_LAYOUT = _has_known_layout()
+
+
 def _peek_python(_: object) -> object:
     generator: Any = random._inst
-    # CPython has the words after the object's header.
-    return ctypes.string_at(id(generator) + object.__basicsize__, 625 * 4), generator.gauss_next
+    return (_words_of_python(), generator.gauss_next) if _HAS_KNOWN_LAYOUT else None
 
 
 def _peek_numpy(numpy: Any, state: dict[str, Any]) -> bytes | None:

@@ -21,6 +21,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.optim.update_rules import update_rule
+from offloadtrain.step.layout.state_tiers import may_be_on_device
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
@@ -183,7 +184,7 @@ def _smaller(config: Config) -> Iterator[str]:
     """Yield the settings that take less device memory than the job's."""
     train, offload = config.train, config.offload
     # First, as it changes neither batches nor what is computed again.
-    if offload.state.device_share or offload.state.tier == "auto":
+    if has_state_there := may_be_on_device(offload):
         yield 'offload.state_on = "host"'
     if train.micro_batch > 1:
         halves = f"train.grad_accum_steps = {2 * train.grad_accum_steps}"
@@ -197,8 +198,6 @@ def _smaller(config: Config) -> Iterator[str]:
         yield "train.chunked_loss = true"
     if offload.gradients.sums_tier != "host":
         yield 'offload.sums_on = "host"'
-    if not (offload.state.device_share or offload.state.tier == "auto") and (
-        offload.weights.tier == "device"
-    ):
+    if not has_state_there and offload.weights.tier == "device":
         yield 'offload.working = "host"'
     yield "data.seq_len to less"

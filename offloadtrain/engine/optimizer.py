@@ -35,6 +35,7 @@ from offloadtrain.engine.param_groups import (
     common_defaults,
     completed_groups,
     listed,
+    members,
 )
 from offloadtrain.engine.parameters import ParameterGuard
 from offloadtrain.engine.partition import layers_of, partition
@@ -154,7 +155,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._release.engine = weakref.ref(self._engine)
         self._engine.lanes.copies_block = self.device.type == "cuda" and not self.pinned
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        self._seal, self._grouped = ParameterGuard(self.model), self._members()
+        self._seal, self._grouped = ParameterGuard(self.model), members(self.param_groups)
         counter = self._engine.counter
         counter.shown = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
         counter.count_from(counter.steps)
@@ -474,10 +475,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._split is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding,
-        "step" of the run, "held_by", "averages", the state dict of each `EMA` of this optimizer,
-        "state_on_device", its share, and "untrained", the numbers of parameters without state.
-        Values are views of host memory, not copies: the next step changes them."""
+        """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding, "step"
+        of the run, "held_by", "averages" of each `EMA`, "state_on_device", its share, "untrained",
+        numbers of parameters without state. Values are views, which the next step changes."""
         # Adam on the host lane may still write the state that the views show.
         self.settle()
         self._take_over_frozen()
@@ -577,8 +577,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if self._is_delayed or not self._engine.program.mode.waits_for_norm:
             with torch.inference_mode(False):
                 self.take_over_writes()
-        is_same = self._engine.functions.groups is self.param_groups
-        is_same = is_same and self._members() == self._grouped
+        groups, grouped = self.param_groups, self._grouped
+        is_same = self._engine.functions.groups is groups and members(groups) == grouped
         if is_same and not self._seal.is_retrained():
             return None
         # A model that is frozen as a whole is not trained for a while: the critic of a GAN, in the
@@ -590,10 +590,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             return None
         self._relayout("parameters were frozen, unfrozen or regrouped")
         return self._engine
-
-    def _members(self) -> list[list[int]]:
-        """Return the ids of the parameters of each group."""
-        return [[*map(id, group["params"])] for group in self.param_groups]
 
     @torch.no_grad()
     def _relayout(

@@ -140,6 +140,11 @@ def listed(params: Any) -> list[nn.Parameter]:
     return [param for param in as_list if param.numel()]
 
 
+def members(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the ids of the parameters of each group."""
+    return [[*map(id, group["params"])] for group in groups]
+
+
 def check_trained(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises ModelError unless each trainable parameter is in exactly one group."""
     names = {p: name for name, p in model.named_parameters()}

@@ -190,8 +190,7 @@ def plan(
         planned, alternatives = answer.shown(as_json=as_json)
     run = run_cost(planned, tokens=count, price=hourly)
     _print(planned, alternatives, trace, answer, run, compare=compare, why=why, as_json=as_json)
-    if answer is not None:
-        _save(answer, save)
+    _save(answer, save)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 
@@ -364,13 +363,13 @@ def _answer(
     return questions.answer(described, name, machine, ranks, trace, tokens, most), trace
 
 
-def _save(answer: Answer, path: str) -> None:
-    """Write the job of an answer, if a path is given.
+def _save(answer: Answer | None, path: str) -> None:
+    """Write the job of a question's answer, if a path is given.
 
     Raises:
         ConfigError: the file exists or cannot be written, or nothing fits.
     """
-    if not path:
+    if answer is None or not path:
         return
     if not answer.job_text:
         raise ConfigError(f"--save {path}: there is no job to save. {answer.line}")

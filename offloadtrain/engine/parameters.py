@@ -194,10 +194,11 @@ class UnreadyParameter(OffloadedParameter):
                 return func(*args, **kwargs)
             copies: _Copies = {}
             read = partial(_readable, copies, has_gradient=func not in _DETACHED)
-            as_itself = func in _VIEWS_AS and args[0] is args[-1]
-            params, (args, kwargs) = args, tree_map_only(UnreadyParameter, read, (args, kwargs))
-            if as_itself:
-                return func(*params, **kwargs)
+            as_itself = func in _VIEWS_AS and len(args) == 2 and args[0] is args[1]
+            args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
+            # A copy in a graph: a view of it would be one node farther from the parameter's.
+            if as_itself and args[0].grad_fn is not None:
+                return args[0]
         return _run(func, args, kwargs, list(copies.values()))
 
 

@@ -91,14 +91,15 @@ class ParameterReaders:
             owner.require_whole_weights()
             owner.synchronize()
 
-    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> bool:
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor, frame: FrameType) -> bool:
         """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
         in the next step, the masters take over what it holds."""
         _, bucket, slot = self._places[param]
         owner = self._owner()
+        moves = bucket.moves and frame.f_code is nn.Module._apply.__code__
         with past_the_class():
-            # As `.to("cuda")` of a model before its first forward: parameters view the host's copy.
-            if bucket.moves and owner is not None and values.device == owner.device:
+            # `.to("cuda")` of a model before its first forward: parameters view the host's copy.
+            if moves and owner is not None and values.device == owner.device:
                 here = values.to(param.device)
                 if here.dtype == param.dtype and torch.equal(here, param):
                     return False

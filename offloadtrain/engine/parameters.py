@@ -79,9 +79,9 @@ class Observer(Protocol):
         """The code in `frame` sets `param.grad`; returns True if the gradient was written to where
         it is, False if it goes into the attribute."""
 
-    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> bool:
-        """The parameter is about to become a view of other memory; returns False if it stays as it
-        is, as it has these values already.
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor, frame: FrameType) -> bool:
+        """The code in `frame` is about to make the parameter a view of other memory; returns False
+        if it stays as it is, as it has these values already.
 
         Raises:
             ParameterWriteError: the values could not be taken over from there.
@@ -145,8 +145,9 @@ class OffloadedParameter(nn.Parameter):
             if values.dtype == self.dtype and self.is_set_to(values):
                 return
         observer = _observer_of(self)
-        if observer is not None and not observer.before_data_is_set(self, values):
-            return
+        if observer is not None:
+            if not observer.before_data_is_set(self, values, sys._getframe(1)):
+                return
         with past_the_class():
             set_data(self, values)
             increment_version(self)

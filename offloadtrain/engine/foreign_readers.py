@@ -183,7 +183,7 @@ class ParameterReaders:
                 f"offload() trains '{self._places[param][2].name}', and has taken its gradient. "
                 "Call step() of the optimizer that offload() has returned, or close() that one"
             )
-        # torch's optimizers and compiler look whether there are gradients.
+        # torch's compiler looks whether there are gradients.
         if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
             return None
         return self._view(param, writes=reader is not None, frame=frame)

@@ -516,7 +516,9 @@ class Residency(Source):
             return
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
         self.interpreter.run(self._program.use, block.name, self._pinned(), expected=expected)
-        self._latest = block
+        # A read without a call loads nothing ahead.
+        if expected:
+            self._latest = block
 
     def read(self, block: Block, slot: Slot, *, in_graph: bool, in_forward: bool) -> Tensor | None:
         # A graph saves the parameter itself, whose memory changes: it needs a copy.

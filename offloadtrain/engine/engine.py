@@ -27,7 +27,7 @@ from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport
-from offloadtrain.runtime.lanes import Lanes
+from offloadtrain.runtime.lanes import Lane, Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.updates import Decision
@@ -491,6 +491,8 @@ class Engine:
         """
         self.guard.require_between_steps("write the state")
         self.functions.writer = writer
+        # It may have written state or frozen weights on the device, which no launch declares.
+        self.lanes.follow_caller(Lane.WRITE)
         self._interpreter.run(self.program.save)
 
     def average(self, update: Callable[..., None]) -> None:
@@ -501,6 +503,7 @@ class Engine:
             EngineError: between backward and step().
         """
         self.guard.require_between_steps("update an average of the weights")
+        self.lanes.follow_caller(Lane.WRITE)  # see write_state
         with self.functions.average(update):
             self._interpreter.run(self.program.average)
 

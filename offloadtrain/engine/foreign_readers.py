@@ -91,14 +91,15 @@ class ParameterReaders:
             owner.require_whole_weights()
             owner.synchronize()
 
-    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> bool:
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor, frame: FrameType) -> bool:
         """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
         in the next step, the masters take over what it holds."""
         _, bucket, slot = self._places[param]
         owner = self._owner()
+        moves = bucket.moves and frame.f_code is nn.Module._apply.__code__
         with past_the_class():
-            # As `.to("cuda")` of a model before its first forward: parameters view the host's copy.
-            if bucket.moves and owner is not None and values.device == owner.device:
+            # `.to("cuda")` of a model before its first forward: parameters view the host's copy.
+            if moves and owner is not None and values.device == owner.device:
                 here = values.to(param.device)
                 if here.dtype == param.dtype and torch.equal(here, param):
                     return False
@@ -182,7 +183,7 @@ class ParameterReaders:
                 f"offload() trains '{self._places[param][2].name}', and has taken its gradient. "
                 "Call step() of the optimizer that offload() has returned, or close() that one"
             )
-        # torch's optimizers and compiler look whether there are gradients.
+        # torch's compiler looks whether there are gradients.
         if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
             return None
         return self._view(param, writes=reader is not None, frame=frame)

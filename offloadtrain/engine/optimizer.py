@@ -27,7 +27,7 @@ from offloadtrain.engine.evaluations import check_evaluations, eager
 from offloadtrain.engine.foreign_readers import ParameterReaders
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.param_groups import (
-    check_trained,
+    check_groups,
     common_defaults,
     completed_groups,
     listed,
@@ -618,7 +618,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         engine, config, groups = self._engine, config or self.config, groups or self.param_groups
         config = config.replace(state_on=self._promotion.begin(state_on))
         engine.guard.require_between_steps(change)
-        check_trained(self.model, groups)
+        check_groups(self.model, groups, self._rule)
         # A forward in inference mode notices a change, too.
         with torch.inference_mode(False):
             self.settle()

@@ -133,6 +133,26 @@ def listed(params: Any) -> list[nn.Parameter]:
     return [param for param in as_list if param.numel()]
 
 
+def check_groups(model: nn.Module, groups: Sequence[dict[str, Any]], rule: AnyRule) -> None:
+    """Check `param_groups`, which may have been changed by hand.
+
+    Raises:
+        ModelError: as `check_trained`; or a group lacks a hyperparameter, or one of matrices has
+            another parameter.
+    """
+    check_trained(model, groups)
+    key = {rule.group_key} if isinstance(rule, MatrixRule) else set()
+    for number, group in enumerate(groups):
+        names = key | (set() if key - group.keys() else rule_of(rule, group).defaults().keys())
+        if missing := sorted(names - group.keys()):
+            raise ModelError(
+                f"param_groups[{number}] has no '{missing[0]}': add groups by "
+                "optimizer.add_param_group({'params': …})"
+            )
+    if isinstance(rule, MatrixRule):
+        _check_matrices(model, groups, rule, are_all=False)
+
+
 def check_trained(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises ModelError unless each trainable parameter is in exactly one group."""
     names = {p: name for name, p in model.named_parameters()}

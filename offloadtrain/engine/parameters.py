@@ -79,9 +79,9 @@ class Observer(Protocol):
         """The code in `frame` sets `param.grad`; returns True if the gradient was written to where
         it is, False if it goes into the attribute."""
 
-    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> bool:
-        """The parameter is about to become a view of other memory; returns False if it stays as it
-        is, as it has these values already.
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor, frame: FrameType) -> bool:
+        """The code in `frame` is about to make the parameter a view of other memory; returns False
+        if it stays as it is, as it has these values already.
 
         Raises:
             ParameterWriteError: the values could not be taken over from there.
@@ -145,8 +145,9 @@ class OffloadedParameter(nn.Parameter):
             if values.dtype == self.dtype and self.is_set_to(values):
                 return
         observer = _observer_of(self)
-        if observer is not None and not observer.before_data_is_set(self, values):
-            return
+        if observer is not None:
+            if not observer.before_data_is_set(self, values, sys._getframe(1)):
+                return
         with past_the_class():
             set_data(self, values)
             increment_version(self)
@@ -194,10 +195,11 @@ class UnreadyParameter(OffloadedParameter):
                 return func(*args, **kwargs)
             copies: _Copies = {}
             read = partial(_readable, copies, has_gradient=func not in _DETACHED)
-            as_itself = func in _VIEWS_AS and args[0] is args[-1]
-            params, (args, kwargs) = args, tree_map_only(UnreadyParameter, read, (args, kwargs))
-            if as_itself:
-                return func(*params, **kwargs)
+            as_itself = func in _VIEWS_AS and len(args) == 2 and args[0] is args[1]
+            args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
+            # A copy in a graph: a view of it would be one node farther from the parameter's.
+            if as_itself and args[0].grad_fn is not None:
+                return args[0]
         return _run(func, args, kwargs, list(copies.values()))
 
 

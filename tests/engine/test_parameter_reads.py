@@ -240,6 +240,44 @@ def test_what_is_read_past_the_class_is_nan_and_never_an_old_value() -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("view", [Tensor.view_as, Tensor.expand_as])
+def test_a_view_of_a_streamed_parameter_keeps_its_values(view: Any) -> None:
+    """Though it is of the parameter's own shape, and its block's slot goes to another one."""
+    model: Any = Model()
+    optimizer = ot.offload(model, device="cpu", precision="fp32", **PLACEMENTS["streamed"])
+    params = [layer.inner.weight for layer in model.layers]
+    values = [param.detach().clone() for param in params]
+    views = [view(param, param) for param in params]
+    views += [view(param, other=param) for param in params]
+    model(torch.ones(2, 8))
+    assert all(map(torch.equal, views, values * 2))
+    torch.stack(views).sum().backward()
+    optimizer.end_micro_step()
+    assert all(param.grad.eq(2).all() for param in params)
+    optimizer.close()
+
+
+def test_blocks_are_loaded_ahead_where_a_weight_is_read_first() -> None:
+    """By the model, right before it calls the layer."""
+
+    class Scaled(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x * layer.inner.weight.detach().abs().amax())
+            return x
+
+    model = Scaled(*(Layer() for _ in range(5)))
+    optimizer = ot.offload(model, device="cpu", precision="fp32", working="host")
+    order = optimizer._engine.program.streaming.access_order
+    for step in range(3):
+        loss = model(torch.ones(2, 8)).square().mean()
+        assert len(order.uses) == len(optimizer._engine.residency.streamed)
+        loss.backward()
+        assert step == 0 or not order.missed
+        optimizer.step()
+    optimizer.close()
+
+
 def test_a_read_in_the_midst_of_a_streamed_forward_needs_a_slot() -> None:
     model, optimizer = offloaded(working="host", device_slots=1)
     other = model.layers[3].inner.weight

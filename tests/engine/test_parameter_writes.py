@@ -230,7 +230,7 @@ def test_moving_a_model_to_where_it_is_changes_nothing(placement: str) -> None:
             if options is not None:
                 run.synchronize()
                 with torch.no_grad():
-                    model[1][0].weight.data = model[1][0].weight.detach().clone()
+                    model[1][0]._apply(torch.Tensor.clone)  # as `.to()` from the host does
             versions = [param._version for param in model.parameters()]
             model.to("cpu", torch.float32)
             assert [param._version for param in model.parameters()] == versions
@@ -424,6 +424,19 @@ def left_out_of_the_groups(model: Any, optimizer: Any) -> None:
     by_call(model, X[0])
 
 
+def added_to_the_list_of_groups(model: Any, optimizer: Any) -> None:
+    left_out = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.param_groups.append({"params": [left_out], "lr": 1e-3})
+    by_call(model, X[0])
+
+
+def set_to_memory_of_the_user(model: Any, optimizer: Any) -> None:
+    """That has the same values now, and others later."""
+    optimizer.synchronize()
+    flat = model.layers[1].inner.weight.detach().flatten().clone()
+    model.layers[1].inner.weight.data = flat.view(16, 8)
+
+
 STREAMED = {"working": "host", "device_slots": 1}
 REFUSED: list[tuple[Callable[[Any, Any], object], dict[str, Any], type[Exception], str]] = [
     (
@@ -451,6 +464,8 @@ REFUSED: list[tuple[Callable[[Any, Any], object], dict[str, Any], type[Exception
     (loaded_by_assignment, STREAMED, ModelError, r"assign=True.*leave assign out"),
     (replaced, {}, ModelError, "was replaced by another object"),
     (left_out_of_the_groups, {}, ModelError, "'scale' is in no group"),
+    (added_to_the_list_of_groups, {}, ModelError, r"param_groups\[1\] has no 'betas'"),
+    (set_to_memory_of_the_user, STREAMED, ParameterWriteError, r"param.data.copy_"),
 ]
 
 

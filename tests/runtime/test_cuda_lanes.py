@@ -19,9 +19,11 @@ import offloadtrain as ot
 from offloadtrain.engine.interpreter import Functions
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
+from offloadtrain.runtime.lanes.recorder import extent
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Dependencies, Kind
+from offloadtrain.step.proof.recording import Launched
 from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches
 from tests.engine.test_async_save import Copies
@@ -203,6 +205,28 @@ def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
 )
 def test_state_is_written_beside_whole_steps(gpu: Gpu, case: str) -> None:
     compare(gpu, CASES[case], saves=True)
+
+
+@pytest.mark.parametrize("reader", ["checkpoint", "average"])
+@timely
+def test_what_reads_state_follows_the_code_of_the_caller(gpu: Gpu, reader: str) -> None:
+    """It may have changed state on the device between two steps, by operations of its own."""
+    model = MODELS["chain"]()
+    optimizer = made(LoggedLanes(gpu), model, **RESIDENT)
+    average = ot.EMA(optimizer, 0.9)
+    optimizer.backward(loss_of(model, batches(1)[0]))
+    optimizer.step()
+    optimizer.synchronize()
+    buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
+    state = [buffer.whole for bucket in buckets for buffer in bucket.state]
+    changed = Launched(Lane.COMPUTE, "code of the caller", (), tuple(map(extent, state)))
+    gpu.log.on_stream(Lane.COMPUTE, changed)
+    if reader == "average":
+        average.update()
+    else:
+        optimizer.write_state(Copies())
+    optimizer.close()
+    assert gpu.log.faults() == []
 
 
 BY_A_THREAD = ("exact", "int8, speculative", "offloaded", "resident", "among ranks, streamed")

@@ -220,6 +220,11 @@ class Lanes(ABC):
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         """Start later launches on `lane` after `event`; `str(why)` is the reason."""
 
+    def follow_caller(self, lane: Lane) -> None:
+        """Order what is launched on the lane from now on after the device's operations that the
+        caller's code has launched. On a CPU these are done already."""
+        del lane
+
     @abstractmethod
     def host_wait(self, event: LaneEvent, why: object) -> None:
         """Block the calling thread until `event` has occurred. It counts as exposed time."""

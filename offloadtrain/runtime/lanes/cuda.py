@@ -155,6 +155,9 @@ class CudaLanes(QueuedLanes):
             self._failure.check()
             self._stream_wait(lane, event)
 
+    def follow_caller(self, lane: Lane) -> None:
+        self.wait(lane, self.record(Lane.COMPUTE), "code of the caller")
+
     def _put(self, lane: Lane, worker: Worker, task: Callable[[], object]) -> None:
         """Queue a task of a lane with a thread after the waits since the last one."""
         awaited = self._awaited[lane]

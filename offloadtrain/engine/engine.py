@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -254,15 +254,22 @@ class Engine:
 
     def _forward_order(self) -> list[str]:
         """Return the blocks in the order in which their weights go up, that of forward. Among ranks
-        it is rank 0's, on which all agree in the first step, in a collective."""
-        # Blocks that forward has never entered come last.
-        blocks = [*self.residency.blocks.values()]
-        order = list(dict.fromkeys((*self.residency.forward_order, *blocks)))
-        if not (self._ranks.is_single or self._has_stepped):
-            numbers = self._ranks.everyone.all_gather_host([*map(blocks.index, order)])[0]
-            order = [blocks[int(number)] for number in numbers]
-            self.residency.forward_order = dict.fromkeys(order)
+        it is rank 0's."""
+        order = self._used_order() if self._ranks.is_single else self._agreed_order
         return [block.name for block in order]
+
+    def _used_order(self) -> list[Block]:
+        # Blocks that forward has never entered come last.
+        blocks = self.residency.blocks.values()
+        return list(dict.fromkeys((*self.residency.forward_order, *blocks)))
+
+    @cached_property
+    def _agreed_order(self) -> list[Block]:
+        """A collective: the first step of several ranks agrees on it."""
+        blocks = [*self.residency.blocks.values()]
+        numbers = [*map(blocks.index, self._used_order())]
+        agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
+        return [blocks[int(number)] for number in agreed]
 
     @property
     def counter(self) -> StepCounter:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine.autograd.offload import ActivationError, SavedOffloader
+from tests.numerics.comparison import compare
 from tests.plan.tracing.measured import most_allocated
 
 SAVED: dict[str, Any] = {"activation": "offload_saved", "offload_saved_above": 0}
@@ -274,3 +275,11 @@ def test_options_for_layers_are_told_where_there_are_none(
         offloaded(model, **options).close()
     messages = [record.getMessage() for record in caplog.records]
     assert [message.split(":")[0] for message in messages] == [prefix] * bool(prefix)
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_what_a_users_recompute_drops_is_not_moved(working: str) -> None:
+    """The size lies between those of its tensors: if some were moved, the second run would save
+    others than the first."""
+    options: dict[str, Any] = {"working": working, "activation": "offload_saved"}
+    compare("recompute", offload_saved_above=1000, **options)

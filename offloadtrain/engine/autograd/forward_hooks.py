@@ -33,6 +33,7 @@ from offloadtrain.engine.autograd.saved_tensors import (
     PassOn,
     SavedTensors,
     are_covered,
+    in_checkpoint,
 )
 from offloadtrain.engine.autograd.selective import Policy, engine_code
 from offloadtrain.engine.block import Block, Residency
@@ -124,7 +125,11 @@ class ForwardHooks:
         self._saved = SavedTensors(residency)
         written = Written()
         watcher = weakref.ref(self)
-        self._recomputed = {m: Recomputed(m, watcher, written, policy) for m in recomputed}
+        self._recomputed = {
+            module: Recomputed(name, module, watcher, written, policy)
+            for name, module in model.named_modules()
+            if module in recomputed
+        }
         self._attach(entries)
 
     @property
@@ -292,8 +297,8 @@ class ForwardHooks:
 
     def _offloader_of(self, module: nn.Module) -> Offloader | None:
         if isinstance(self._offloader, SavedOffloader):
-            # What a user's recompute saves inside backward is needed at once.
-            return None if in_backward() else self._offloader
+            # A user's recompute drops what it saves, and needs it at once inside backward.
+            return None if in_backward() or in_checkpoint() else self._offloader
         return self._offloader if module in self._recomputed else None
 
     def _use(self, blocks: Sequence[Block]) -> None:

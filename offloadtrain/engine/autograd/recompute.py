@@ -69,7 +69,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.hooks import ReplacedForward, Watcher, passthrough
-from offloadtrain.engine.autograd.saved_tensors import Hooks, Kept, PassedOn, PassOn
+from offloadtrain.engine.autograd.saved_tensors import Hooks, Kept, PassedOn, PassOn, unpack
 from offloadtrain.engine.autograd.selective import Policy, Selection
 
 
@@ -431,7 +431,8 @@ class _Placeholder:
 
     Attributes:
         metadata: what must be the same in both runs.
-        tensors: graph task → the tensor that the second run in this backward has saved.
+        tensors: graph task → the tensor that the second run in this backward has saved, and its
+            version.
     """
 
     __slots__ = ("__weakref__", "_marker", "metadata", "tensors")
@@ -439,27 +440,19 @@ class _Placeholder:
     def __init__(self, tensor: Tensor, marker: PassedOn) -> None:
         self._marker = marker
         self.metadata = _metadata(tensor)
-        self.tensors: dict[int, Tensor] = {}
+        self.tensors: dict[int, Kept] = {}
 
     def unpack(self) -> Tensor:
         task = torch._C._current_graph_task_id()
         # -1: no backward, but a look at what a node has saved, now or after an update.
         if task == -1 or task not in self.tensors:
             self._marker.unpack()
-        # Only the node that unpacks it needs it.
-        return self.tensors.pop(task)
+        # Only the node that unpacks it needs it. The second run may have changed it since.
+        return unpack(self.tensors.pop(task))
 
 
 def _metadata(tensor: Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
-
-
-def _differs(first: object, second: object) -> RecomputeError:
-    return RecomputeError(
-        f"a forward that runs again in backward saved {first} in its first run, and {second} in "
-        "its second: the gradients would be those of another forward. Make it compute the same in "
-        "both runs, or set activation = 'keep'"
-    )
 
 
 _MARKER = torch.empty(0, device="cpu")
@@ -474,7 +467,10 @@ class _Runs:
             leave checkpoint's hooks on all that follows where the forward inside it raises.
     """
 
-    def __init__(self, run: Callable[..., Any], inputs: Rewind, random: RandomStates) -> None:
+    def __init__(
+        self, name: str, run: Callable[..., Any], inputs: Rewind, random: RandomStates
+    ) -> None:
+        self._name = name
         self._saved: list[weakref.ref[_Placeholder]] = []
         self._missing: list[weakref.ref[_Placeholder]] = []
         """What the last second run has not saved yet, in reverse order."""
@@ -493,7 +489,7 @@ class _Runs:
                 output = self._run(self._pack_again, *args, **kwargs)
             if self._missing:
                 count = len(self._saved)
-                raise _differs(f"{count} tensors", count - len(self._missing))
+                raise self._differs(f"{count} tensors", count - len(self._missing))
             return output
         self._ran = True
         self._modes = torch._C._len_torch_dispatch_stack()
@@ -521,17 +517,25 @@ class _Runs:
         task = torch._C._current_graph_task_id()
 
         def pack(tensor: Tensor, _: object) -> Kept:
-            saved = tensor.detach() if tensor.requires_grad else tensor
+            detached = tensor.detach() if tensor.requires_grad else tensor
+            saved = detached, detached._version
             # None: its node was freed.
             if missing and (placeholder := missing.pop()()) is not None:
                 if placeholder.metadata != (metadata := _metadata(tensor)):
-                    raise _differs(placeholder.metadata, metadata)
+                    raise self._differs(placeholder.metadata, metadata)
                 placeholder.tensors[task] = saved
             if not missing:
                 outer[0](_MARKER)  # ends the run, as it is the last tensor that torch waits for
-            return saved, saved._version
+            return saved
 
         return pack
+
+    def _differs(self, first: object, second: object) -> RecomputeError:
+        return RecomputeError(
+            f"'{self._name}', whose forward runs again in backward, saved {first} in its first "
+            f"run, and {second} in its second: the gradients would be those of another forward. "
+            "Make it compute the same in both runs, or set activation = 'keep'"
+        )
 
 
 class Written:
@@ -561,18 +565,21 @@ class Recomputed(ReplacedForward):
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
         watcher: Callable[[], Watcher | None],
         written: Written,
         policy: Policy | None = None,
     ) -> None:
-        """`policy`: tells which results are kept; see [Note: Selective recompute]."""
+        """`name`: of the module, for errors. `policy`: tells which results are kept; see [Note:
+        Selective recompute]."""
         # torch's checkpoint reads a setting of the compiler, whose import takes seconds. Inside of
         # the first forward an error that it catches would keep the forward's frames, and with them
         # its hidden states and logits, until Python collects garbage.
         importlib.import_module("torch._dynamo")
 
         super().__init__(module)
+        self._name = name
         self._written = written
         self._watcher = watcher
         self._policy = policy
@@ -592,7 +599,7 @@ class Recomputed(ReplacedForward):
         inputs = Rewind(args, kwargs, modules)
         random = RandomStates(modules, (*args, *kwargs.values()))
         selection = None if self._policy is None else Selection(self._policy)
-        run = _Runs(partial(self._run, selection or nullcontext()), inputs, random)
+        run = _Runs(self._name, partial(self._run, selection or nullcontext()), inputs, random)
         copies = self._changes.copies(modules)
         output = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if run.failed is not None:

@@ -119,6 +119,7 @@ def _runs(case: str, layers: int) -> Callable[[], object]:
         "stream": _Current,
         "current_stream": lambda _=None: CURRENT,
         "set_device": lambda _: None,
+        "set_stream": lambda _: None,
     }.items():
         patch.object(torch.cuda, name, value).start()
     from offloadtrain import offload

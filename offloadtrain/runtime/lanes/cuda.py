@@ -156,6 +156,7 @@ class CudaLanes(QueuedLanes):
             self._stream_wait(lane, event)
 
     def follow_caller(self, lane: Lane) -> None:
+        # The caller's code may have launched writes to what the lane reads next.
         self.wait(lane, self.record(Lane.COMPUTE), "code of the caller")
 
     def _put(self, lane: Lane, worker: Worker, task: Callable[[], object]) -> None:

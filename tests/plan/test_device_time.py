@@ -370,8 +370,8 @@ def test_later_throughputs_are_planned_as_the_page_says() -> None:
     ]
     assert max(seconds) < 1.1 * min(seconds)
     assert all(each.error > 0.5 for each in host_bound)
-    others = [each for each in residuals if not each.cell.host_bound]
-    assert abs(calibration.worst(others).error) <= 0.5
+    bound_by_gpu = [each for each in residuals if not each.cell.host_bound]
+    assert abs(calibration.worst(bound_by_gpu).error) <= 0.5
 
 
 def test_every_exception_is_one() -> None:

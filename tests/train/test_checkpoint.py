@@ -118,8 +118,8 @@ def test_state_on_a_device_is_copied_on_the_stream_of_who_writes_it(
     region, memory = big_region(tmp_path, 10 * BLOCK)
     writer, used = TensorWriter(tmp_path / "rank-000.bin", [region]), []
     with installed("thread") as gpu, monkeypatch.context() as patch:
-        own = gpu.stream_type()
-        gpu.use({Lane.WRITE: own})
+        stream = gpu.stream_type()
+        gpu.use({Lane.WRITE: stream})
         patch.setattr(torch.Tensor, "is_cuda", True)
         aligned = TensorWriter._aligned
 
@@ -128,7 +128,7 @@ def test_state_on_a_device_is_copied_on_the_stream_of_who_writes_it(
             return aligned(writer, part, num_bytes)
 
         patch.setattr(TensorWriter, "_aligned", spy)
-        with gpu.stream(own):
+        with gpu.stream(stream):
             writer.write([Part(region, memory, 0, memory.numel())])
     writer.finish()
     assert writer.failure is None and used == [Lane.WRITE]

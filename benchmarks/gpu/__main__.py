@@ -47,18 +47,18 @@ def main() -> int:
     chosen = _chosen(options)
     traced = next((item.name for item in chosen if item.spec is not None), "")
     for item in chosen:
-        left = max(60 * options.budget_minutes - (time.monotonic() - began), 0.0)
+        left_s = max(60 * options.budget_minutes - (time.monotonic() - began), 0.0)
         if results.has(item.name):
             print(f"{item.name}: measured before", file=sys.stderr)
-        elif left < item.seconds:
+        elif left_s < item.seconds:
             left_out.append(item)
             print(
-                f"{item.name}: left out, takes {item.seconds:.0f} s and {left:.0f} s are left",
+                f"{item.name}: left out, takes {item.seconds:.0f} s and {left_s:.0f} s are left",
                 file=sys.stderr,
             )
         else:
             start = time.monotonic()
-            found = _run(item, results, options, left, traced=item.name == traced)
+            found = _run(item, results, options, left_s, traced=item.name == traced)
             found["wall_s"] = time.monotonic() - start
             results.add(item.name, found)
             failed += "error" in found
@@ -106,17 +106,17 @@ def _here(gpu_memory: str) -> Here:
 
 
 def _run(
-    item: Item, results: Results, options: argparse.Namespace, left: float, *, traced: bool
+    item: Item, results: Results, options: argparse.Namespace, left_s: float, *, traced: bool
 ) -> dict[str, Any]:
     """Its figures, or {"error": …}. `traced`: a step's timeline is kept beside the results."""
     if not item.arguments:
-        return _tests(options.out, left, toy=options.toy)
+        return _tests(options.out, left_s, toy=options.toy)
     more: list[str] = []
     if item.group == "job":
         more = [str(options.out / f"{results.path.stem}-run")]
     elif traced:
         more = [str(options.out / f"{results.path.stem}-trace.json")]
-    found = _process([*item.arguments, *more], min(left, _START_MOST_S + 2 * item.seconds))
+    found = _process([*item.arguments, *more], min(left_s, _START_MOST_S + 2 * item.seconds))
     return with_plan(item, results, found) | {"group": item.group}
 
 
@@ -130,7 +130,7 @@ def with_plan(item: Item, results: Results, found: dict[str, Any]) -> dict[str, 
     return found | {"planned": planned(item.spec, Machine(**rates))}
 
 
-def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
+def _tests(out: Path, left_s: float, *, toy: bool) -> dict[str, Any]:
     """The verdict of pytest over what is marked `gpu`; `toy`: only what is collected."""
     files, left_out = test_files()
     # Warnings of whichever torch and plugins are there are no failures of ours.
@@ -141,10 +141,10 @@ def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=left
+            [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=left_s
         )
     except subprocess.TimeoutExpired as late:
-        return {"error": f"no end in {left:.0f} s: {_tail(late.stdout)}"}
+        return {"error": f"no end in {left_s:.0f} s: {_tail(late.stdout)}"}
     (out / "pytest-gpu.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
     summary = done.stdout.strip().splitlines()[-1:]
     found: dict[str, Any] = {"summary": " ".join(summary), "seconds": time.monotonic() - began}

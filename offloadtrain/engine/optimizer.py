@@ -28,6 +28,7 @@ from offloadtrain.engine.foreign_readers import ParameterReaders
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.param_groups import (
     check_groups,
+    check_hyperparameters,
     common_defaults,
     completed_groups,
     listed,
@@ -719,7 +720,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._parameter_guard.check()
         self.take_over_writes()
         for rule, group in zip(self._engine.functions.rules, self.param_groups, strict=True):
-            rule.check(group)
+            check_hyperparameters(rule, group)
 
     def _tell_of_local_norm(self, asker: str) -> None:
         if "local norm" not in self._warned:

@@ -468,7 +468,7 @@ class Exact:
         same bits. Returns whether the next step guesses."""
         return False
 
-    def take_over(self, other: Exact) -> None:
+    def take_over(self, previous: Exact) -> None:
         """Go on as `speculate` has set the mode of the layout before this one."""
 
     def switch_version(self, *, to_previous: bool) -> None:
@@ -631,9 +631,9 @@ class Speculative(Exact):
         self._policy.is_enabled = enabled
         return self._policy.should_speculate()
 
-    def take_over(self, other: Exact) -> None:
-        if isinstance(other, Speculative):
-            self._policy.is_enabled = other._policy.is_enabled
+    def take_over(self, previous: Exact) -> None:
+        if isinstance(previous, Speculative):
+            self._policy.is_enabled = previous._policy.is_enabled
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         if not self._policy.should_speculate():

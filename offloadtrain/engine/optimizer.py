@@ -28,7 +28,6 @@ from offloadtrain.engine.foreign_readers import ParameterReaders
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.param_groups import (
     check_groups,
-    check_hyperparameters,
     common_defaults,
     completed_groups,
     listed,
@@ -40,6 +39,7 @@ from offloadtrain.engine.promotion import Promotion
 from offloadtrain.engine.relayout import Earlier, check_room, warn_of_turns
 from offloadtrain.engine.state import (
     check_held_by,
+    check_hyperparameters,
     copy_assigned,
     entries_of,
     load_dict,

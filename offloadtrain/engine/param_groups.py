@@ -12,8 +12,6 @@ from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, rule_of
 
-VARIANTS = ("amsgrad", "maximize")
-"""Keys of torch's groups that ask for another update."""
 _OF_ANY_RULE = {"params", "name", "initial_lr"}
 
 
@@ -153,15 +151,6 @@ def check_groups(model: nn.Module, groups: Sequence[dict[str, Any]], rule: AnyRu
             )
     if isinstance(rule, MatrixRule):
         _check_matrices(model, groups, rule, are_all=False)
-
-
-def check_hyperparameters(rule: AnyRule, group: Mapping[str, Any]) -> None:
-    """Raises ValueError if a group's hyperparameters are out of range, or it asks for a variant of
-    torch's optimizers that its rule does not have."""
-    rule.check(group)
-    for key in VARIANTS:
-        if group.get(key) and key not in rule.defaults():
-            raise ValueError(f"{key} = {group[key]!r}: {type(rule).__name__} does not have it")
 
 
 def check_trained(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:

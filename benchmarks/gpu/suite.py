@@ -152,15 +152,18 @@ def _second() -> Iterator[tuple[str, Spec]]:
     guesses = split | {"update": "speculative"}
     yield "modes", _three(options=guesses | {"clip_norm": 1e9})  # it never clips: all are right
     yield "modes", _three(options=guesses)
-    fused = {"state": "split16", "compile_blocks": True}
-    yield "fp8", _long(options=fused | {"fp8": "tensorwise"})
-    selective = split | {"activation": "selective"}
-    yield "selective", _long(options=selective)
-    yield "selective", _long(options=selective | {"compile_blocks": True})
-    yield (
-        "selective",
-        _long(options=selective | {"compile_blocks": True, "activation_budget": 0.15}),
-    )
+    yield "compiled", _long(system="resident", options={"compile_blocks": True})
+    selective = {"activation": "selective"}
+    yield "selective", _long(options=split | selective)
+    fused = selective | {"compile_blocks": True}
+    yield "selective", _long(options=split | fused)
+    # As much as fits beside the state of the resident run on 80 GB.
+    small = fused | {"activation_budget": 0.15}
+    yield "selective", _long(options=split | small)
+    yield "selective", _long(system="resident", options=small)
+    yield "fp8", _long(options=split | fused | {"fp8": "tensorwise", "activation_budget": 0.3})
+    limited = split | {"state_on": "auto", "device_memory_limit": 24 * GIB}
+    yield "state_on", _three(options=limited, warm=2)  # the second step compiles the update
     yield "state_on", _three(options={"state_on": {"device": 0.5}})
     yield "state_on", _three(options={"state_on": "auto"}, warm=2 * CHECK_STEPS + 1)
     eight = Spec(size="llama-8b", seq_len=1024, micro_batch=4, warm=1, steps=2)

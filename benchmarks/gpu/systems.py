@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.spec import Spec
+from offloadtrain.config.job import OFFLOAD
 from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.engine.autograd.compiled import CompiledForward
+from offloadtrain.engine.autograd.float8 import Float8Layers
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -106,7 +109,11 @@ def _offloadtrain(spec: Spec, device: torch.device) -> System:
 
 
 def _resident(spec: Spec, device: torch.device) -> System:
-    """Plain torch: fp32 masters under the fused AdamW, gradients summed in the working dtype."""
+    """Plain torch: fp32 masters under the fused AdamW, gradients summed in the working dtype.
+
+    Of `spec.options` those count that change how layers compute: `compile_blocks`, `fp8`, and
+    `activation` with its budget.
+    """
     model = _on_device(spec, device)
     masters = [param.detach().float() for param in model.parameters()]
     adam = torch.optim.AdamW(masters, lr=LR, fused=True)
@@ -133,7 +140,7 @@ def _fsdp2(spec: Spec, device: torch.device) -> System:
         model = Transformer(spec.shape)
     model.to_empty(device="cpu")
     model.apply(fill)
-    _recompute(model, spec)
+    _recompute(model, spec, device)
     policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[spec.precision])
     kwargs: dict[str, Any] = {"mp_policy": policy, "offload_policy": CPUOffloadPolicy()}
     if device.type != "cuda":
@@ -227,16 +234,24 @@ def _on_device(spec: Spec, device: torch.device) -> Transformer:
         model = Transformer(spec.shape)
     model.to(PRECISIONS[spec.precision]).to_empty(device=device)
     model.apply(fill)
-    _recompute(model, spec)
+    _recompute(model, spec, device)
     return model
 
 
-def _recompute(model: Transformer, spec: Spec) -> None:
-    if not spec.recompute:
-        return
+def _recompute(model: Transformer, spec: Spec, device: torch.device) -> None:
+    """Compile and recompute layers as `offload` does with the same options."""
+    activation = "recompute" if spec.recompute else "keep"
+    config = OFFLOAD.replace(**{"activation": activation} | spec.options)
+    budget, compiles = config.activations.compiled_budget, config.compile_blocks
+    if config.activations.mode == "selective" and not compiles:
+        raise MissingError("eager layers that select what they keep are measured offloaded only")
+    if config.fp8 != "off":
+        Float8Layers(model, config.fp8, device, is_compiled=compiles)
     for block in model.blocks:
-        forward = block.forward
-        block.forward = _checkpointed(forward)
+        if compiles:
+            CompiledForward(block, budget).put()
+        if config.activations.recomputes and budget is None:
+            block.forward = _checkpointed(block.forward)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,6 +88,21 @@ def test_a_step_counts_guesses_and_the_memory_of_its_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch's compiler warns itself
+def test_the_resident_run_computes_as_the_offloaded_one() -> None:
+    """Compiled, with a budget for what layers save, and recomputed: the losses are the same."""
+    fused = {"compile_blocks": True}
+    for options in (fused, fused | {"activation": "selective", "activation_budget": 0.15}):
+        resident, offloaded = (
+            measure(replace(TINY, system=system, options=options))["losses"]
+            for system in ("resident", "offloadtrain")
+        )
+        assert resident == offloaded[: len(resident)]
+    eager = replace(TINY, system="resident", options={"activation": "selective"})
+    assert "offloaded only" in measure(eager)["missing"]
+
+
+@pytest.mark.slow
 def test_a_job_with_its_run_folder(tmp_path: Path) -> None:
     values = job.train(tmp_path / "run", toy=True)
     assert len(values["losses"]) == 4 and values["checkpoints"] > 0 and values["tokens_per_s"] > 0

@@ -489,10 +489,12 @@ def test_training_waits_for_nothing_but_the_norm(name: str) -> None:
 
 
 def test_the_timeline_shows_adam_and_uploads() -> None:
-    model = TinyComputeBigTransfer()
-    optimizer = offload(model)
+    model, lanes = TinyComputeBigTransfer(), lanes_for(DEVICE)
+    with on_lanes(lanes):
+        optimizer = offload(model)
     x = torch.randn(1, WIDTH, device=DEVICE, dtype=DTYPE)
     optimizer.backward(model(x).float().square().mean())
+    lanes.launch(Lane.HOST, "slow", lambda: time.sleep(0.05))  # the next forward waits for Adam
     optimizer.step()
     optimizer.sample_timeline()
     optimizer.backward(model(x).float().square().mean())

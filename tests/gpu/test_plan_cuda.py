@@ -8,17 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu.planned import planned
-from benchmarks.gpu.spec import Spec
-from benchmarks.gpu.step import measure as measured
-from offloadtrain.cli.doctor.measure import measure
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.plan import make
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.train.build import offload_job
-from tests.gpu.precision import DEVICE, DTYPE, HAS_BF16, HAS_GPU, NAME
+from tests.gpu.precision import DEVICE, DTYPE, HAS_GPU, NAME
 from tests.plan.test_measured_peaks import OPTIONS, SHAPES, step_job
-from tests.small_buffers import small_doctor
 
 pytestmark = pytest.mark.gpu
 
@@ -71,24 +66,3 @@ def test_the_machine_here_is_the_gpu() -> None:
     assert machine.gpu == torch.cuda.get_device_name() and not machine.on_cpu
     assert "this machine" in name
     assert machine.gpu_memory_bytes == torch.cuda.get_device_properties(0).total_memory
-
-
-@pytest.mark.slow
-def test_a_planned_step_against_a_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rates that were measured here a second ago, within a factor of two either way; without
-    a GPU a toy, which is held to nothing."""
-    if not HAS_GPU:
-        small_doctor(monkeypatch)
-    machine = measure(
-        DEVICE,
-        bf16=HAS_BF16,
-        host_memory=64 << 30,
-        cores=8,
-        drive=None,
-        quick=True,
-        say=lambda text: None,
-    )
-    size, seq_len = ("llama-1.3b", 1024) if HAS_GPU else ("debug", 16)
-    spec = Spec(size=size, seq_len=seq_len, micro_batch=8, precision=machine.auto_precision)
-    ratio = measured(spec)["figures"]["step_s"] / planned(spec, machine)["step_s"]
-    assert 0.5 < ratio < 2.0 or not HAS_GPU

@@ -88,7 +88,8 @@ class _Split16:
         self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
     ) -> None:
         weight, low, *moments = fields
-        random = draw() if draw else None
+        # By identity: torch's compiler (2.11) cannot branch on whether a function is true.
+        random = None if draw is None else draw()
         for field, half in zip((weight, low), split(values[0]), strict=True):
             field.copy_(half)
         for number, (field, value) in enumerate(zip(moments, values[1:], strict=True)):
@@ -114,7 +115,10 @@ class _Int8:
     ) -> None:
         state, (master, *moments) = Int8State(*fields), values
         nearest = 0x800800 << 8 | 0x80  # half a unit in each of the three random numbers
-        random = draw() if draw else torch.full(master.shape, nearest, device=master.device)
+        if draw is None:
+            random = torch.full(master.shape, nearest, device=master.device)
+        else:
+            random = draw()
         set_master_int8(state, master, random & 0xFF)
         encode_moments(moments, random >> 8, state)
 

@@ -501,8 +501,8 @@ def test_the_timeline_shows_adam_and_uploads() -> None:
     optimizer.step()
     report = optimizer.last_step
     assert report is not None
-    lanes = {interval.lane for interval in report.timeline}
-    assert lanes == {"compute", "wait", "d2h", "host", "h2d"}
+    names = {interval.lane for interval in report.timeline}
+    assert names == {"compute", "wait", "d2h", "host", "h2d"}
     waited_ms = sum(span.duration_ms for span in report.timeline if span.lane == "wait")
     assert sum(report.exposed_by_lane.values()) == pytest.approx(waited_ms)
     optimizer.close()

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from offloadtrain.runtime.lanes import Lanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from tests import levels
+from tests.seeded_lanes import SeededLanes
 
 KINDS: dict[str, Callable[[], Lanes] | None] = {
     "default": None,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Operation, Range
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Lane
+from tests.recording_lanes import RecordingLanes
 
 
 class LosingLanes(RecordingLanes):

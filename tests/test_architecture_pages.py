@@ -164,8 +164,8 @@ def unexplained(source: str, waits: Set[str] = WAITS) -> Iterator[str]:
             yield f"{statement.lineno}: {lines[statement.lineno - 1].strip()}"
 
 
-FORWARDS = {"interpreter.py", "recorder.py"}
-"""They pass the program's own waits on to the lanes."""
+FORWARDS = {"interpreter.py"}
+"""Passes the program's own waits on to the lanes."""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ import offloadtrain as ot
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
 from tests.numerics import skipping, test_float8
@@ -31,6 +30,7 @@ from tests.numerics.comparison import DTYPES
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun, segment_squares
 from tests.parallel.models import PartlyUsed
+from tests.seeded_lanes import SeededLanes
 
 LANES: dict[str, Callable[[], Lanes]] = {
     "in order": SequentialLanes,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.engine.gradients import GradientAccessError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import RankError
 from offloadtrain.step.program.streaming import StreamError
 from offloadtrain.step.proof.prove import prove
@@ -27,6 +26,7 @@ from tests.numerics.models import VOCAB, WIDTH, Chain, batches, loss_of
 from tests.parallel import models
 from tests.parallel.messages import warnings_of
 from tests.parallel.models import PartlyUsed
+from tests.recording_lanes import RecordingLanes
 
 STAGE_3: dict[str, Any] = {"zero_stage": 3, "device": "cpu"}
 

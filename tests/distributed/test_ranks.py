@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.runtime import process_group
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.block_spec import ALIGN
 from offloadtrain.step.layout.tiers import Tier
@@ -29,6 +28,7 @@ from tests.distributed.reference import compare, own_batches
 from tests.numerics.comparison import train
 from tests.numerics.models import Chain, Frozen, MixedReentrant, batches, loss_of
 from tests.parallel.messages import assert_messages, message_of, warnings_of
+from tests.recording_lanes import RecordingLanes
 
 Options = dict[str, Any]
 STATE = ("master weights", "exp_avg", "exp_avg_sq")

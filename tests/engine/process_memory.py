@@ -25,10 +25,10 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.engine.autograd.offload import ActivationOffloader, OffloadedActivation
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.activations import ActivationPath
+from tests.seeded_lanes import SeededLanes
 
 LAYERS, SIZE, STEPS = 6, 500_000, 10
 INPUT_BYTES = 2 * SIZE

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.engine import EngineError
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.step.program import updates
@@ -23,6 +21,8 @@ from offloadtrain.step.program.operations import Written
 from offloadtrain.step.proof.prove import prove
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
 from tests.numerics.models import MODELS, batches, loss_of
+from tests.recording_lanes import RecordingLanes
+from tests.seeded_lanes import SeededLanes
 
 STEPS, SAVED = 5, (1, 3)
 

@@ -11,8 +11,8 @@ from torch import nn
 import offloadtrain as ot
 from offloadtrain.engine import EngineError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests.numerics.models import Chain, batches, loss_of
+from tests.seeded_lanes import SeededLanes
 
 
 def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:

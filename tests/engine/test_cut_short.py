@@ -11,11 +11,11 @@ import torch
 import offloadtrain as ot
 from offloadtrain.engine.interpreter import CutShortError
 from offloadtrain.runtime.lanes import LaneEvent, Operation, Range, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Lane
 from offloadtrain.step.proof.prove import prove
 from tests.numerics.comparison import assert_equal, contents
 from tests.numerics.models import Chain, batches, loss_of
+from tests.recording_lanes import RecordingLanes
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},

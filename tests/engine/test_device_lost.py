@@ -19,7 +19,6 @@ import offloadtrain as ot
 from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.hardware.direct_io import DirectFile
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import updates
 from offloadtrain.train.checkpoint import checkpoint
@@ -27,6 +26,7 @@ from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Save
 from tests.losing_lanes import LosingLanes
 from tests.numerics.models import Chain, batches, loss_of
+from tests.seeded_lanes import SeededLanes
 
 STEPS, FAILS_IN = 4, 2
 """Steps of a run, and the one (0-based) from whose first operation on the device may fail."""

@@ -17,9 +17,9 @@ import offloadtrain as ot
 from offloadtrain.engine import EngineError
 from offloadtrain.engine.gradients import GradientAccessError, GradientView
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
+from tests.seeded_lanes import SeededLanes
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {},

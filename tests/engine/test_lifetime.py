@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import ARENA_ALIGN, STAGGER_BYTES
 from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
+from tests.seeded_lanes import SeededLanes
 
 PLACEMENTS: list[dict[str, Any]] = [
     {},

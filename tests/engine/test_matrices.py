@@ -9,13 +9,13 @@ import pytest
 
 from offloadtrain.engine.interpreter import SalvageError, UpdateJournal
 from offloadtrain.runtime.lanes import HostProgress, Lane, SequentialLanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Kind, Launch, Update
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched
 from tests.engine.test_proof import LANES, program, run
 from tests.numerics.comparison import assert_equal
 from tests.numerics.muon import RULE
+from tests.recording_lanes import RecordingLanes
 
 
 @pytest.mark.slow

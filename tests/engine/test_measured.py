@@ -15,9 +15,9 @@ from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Lane
 from offloadtrain.step.proof.recording import Launched
+from tests.recording_lanes import RecordingLanes
 
 
 class Picky(nn.Module):

@@ -14,9 +14,9 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests import levels
 from tests.numerics.models import MODELS, Chain, Frozen, batches, loss_of
+from tests.seeded_lanes import SeededLanes
 
 
 def offloaded(net: nn.Module, **options: object) -> ot.OffloadOptimizer:

@@ -27,9 +27,9 @@ from offloadtrain.engine.parameters import (
     set_unready,
 )
 from offloadtrain.runtime.lanes import Lanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from tests import levels
+from tests.seeded_lanes import SeededLanes
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {},

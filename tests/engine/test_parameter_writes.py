@@ -17,10 +17,10 @@ from offloadtrain.engine import ModelError
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import ParameterWriteError
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.step.program.updates import UpdateError
 from tests import levels
 from tests.engine.test_parameter_reads import Model, by_call
+from tests.seeded_lanes import SeededLanes
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {},

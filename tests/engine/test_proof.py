@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Allocate, Dependencies, Ref
@@ -29,6 +27,8 @@ from tests import levels
 from tests.numerics.comparison import assert_equal, contents, make, pair, train
 from tests.numerics.configurations import Configuration, any_valid, placed
 from tests.numerics.models import batches
+from tests.recording_lanes import RecordingLanes
+from tests.seeded_lanes import SeededLanes
 
 CASES = [
     ("fp32", "bf16"),

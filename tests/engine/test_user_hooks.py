@@ -20,9 +20,9 @@ from torch.utils.checkpoint import (
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests import levels
 from tests.engine.test_parameter_reads import trained
+from tests.seeded_lanes import SeededLanes
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {},

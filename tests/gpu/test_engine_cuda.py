@@ -24,7 +24,6 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
 from offloadtrain.runtime.lanes import copy as transfer_copy
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
@@ -33,6 +32,7 @@ from tests.numerics import test_float8
 from tests.numerics.comparison import follow
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.numerics.reference import DelayedRun, ResidentRun
+from tests.recording_lanes import RecordingLanes
 
 pytestmark = pytest.mark.gpu
 

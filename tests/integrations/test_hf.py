@@ -24,8 +24,8 @@ from offloadtrain.engine import ModelError, OffloadOptimizer
 from offloadtrain.integrations.checkpoint_files import CheckpointError
 from offloadtrain.integrations.hf import refuse_arguments, rule_of
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests import levels
+from tests.seeded_lanes import SeededLanes
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

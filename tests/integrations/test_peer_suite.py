@@ -17,8 +17,8 @@ from torch import nn
 import offloadtrain as ot
 from benchmarks.frameworks import data, trainers
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.proof.recording import Launched
+from tests.recording_lanes import RecordingLanes
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

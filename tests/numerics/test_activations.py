@@ -22,7 +22,6 @@ from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
@@ -33,6 +32,7 @@ from tests.numerics.comparison import assert_same, compare, follow, make, pair, 
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.plan.tracing.measured import most_allocated
+from tests.recording_lanes import RecordingLanes
 from tests.step.specs import chain
 
 POLICIES = ["recompute", "selective", "offload", "offload_saved"]

@@ -18,12 +18,12 @@ import offloadtrain as ot
 from offloadtrain.config.errors import DiskError
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.lanes import LaneError, Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import Memory
 from tests import levels
 from tests.numerics.comparison import assert_equal, train
 from tests.numerics.models import Chain, batches, loss_of
+from tests.seeded_lanes import SeededLanes
 
 LANES: dict[str, Callable[[], Lanes]] = {
     "in order": SequentialLanes,

@@ -20,8 +20,6 @@ from offloadtrain.engine.promotion import CHECK_STEPS
 from offloadtrain.runtime import device_memory
 from offloadtrain.runtime.device_memory import MemoryUse
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from tests import levels
@@ -36,6 +34,8 @@ from tests.numerics.comparison import (
 )
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.test_changes_between_steps import booked, planned
+from tests.recording_lanes import RecordingLanes
+from tests.seeded_lanes import SeededLanes
 
 TOTAL = 32 << 30
 LARGE = 1 << 30

@@ -12,8 +12,6 @@ from torch import Tensor
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.step.program import updates
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched
@@ -29,6 +27,8 @@ from tests.numerics.comparison import (
 )
 from tests.numerics.models import batches, loss_of
 from tests.numerics.reference import ResidentRun
+from tests.recording_lanes import RecordingLanes
+from tests.seeded_lanes import SeededLanes
 
 EARLY = {"skip_nonfinite": False}
 SPECULATIVE = {"update": "speculative"}

@@ -11,10 +11,10 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from tests.numerics.comparison import assert_same, make, pair, train
 from tests.numerics.configurations import DISK_PLACEMENTS, PLACEMENTS, UPDATES
 from tests.numerics.models import batches, loss_of
+from tests.seeded_lanes import SeededLanes
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "resident": ("tied", {}),

@@ -21,7 +21,6 @@ import offloadtrain as ot
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, Span, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program import updates
@@ -31,6 +30,7 @@ from tests.numerics.models import MODELS, Chain, Experts, Layer, MixedReentrant,
 from tests.oracle.canonical import canonical
 from tests.oracle.cases import MESHES, Case
 from tests.oracle.scripts import Loop
+from tests.recording_lanes import RecordingLanes
 
 PIECE_BYTES = 4000
 """Of a staging slot: a layer goes through it in two pieces or more."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from offloadtrain.runtime.lanes import Buffer, Lane, SequentialLanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import (
     Bytes,
@@ -25,6 +24,7 @@ from offloadtrain.step.proof.recording import (
 from tests.oracle import runs
 from tests.oracle.canonical import END, canonical
 from tests.oracle.cases import Case
+from tests.recording_lanes import RecordingLanes
 
 EXAMPLES = [
     Case(mode=mode, placement=placement, accum=accum)

@@ -19,7 +19,6 @@ import offloadtrain as ot
 from offloadtrain.optim import LossScaler
 from offloadtrain.parallel.unused_experts import merged_steps
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.tensor_parts import Share, shares_of
 from offloadtrain.step.layout.buffer_table import device_owners, host_owners
@@ -27,6 +26,7 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.parallel.models import KINDS, Kind, divide
+from tests.recording_lanes import RecordingLanes
 
 LR = 1e-2
 Mesh = dict[str, int]

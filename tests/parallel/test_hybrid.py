@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.reference import GROUPS, own_batches
 from tests.numerics.comparison import train
 from tests.numerics.models import Chain, loss_of
 from tests.parallel.messages import message_of, warnings_of
+from tests.recording_lanes import RecordingLanes
 
 
 def hybrid(*sizes: int, names: tuple[str, ...] = GROUPS) -> DeviceMesh:

@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import kept_by_columns, local
 from offloadtrain.step.program.operations import Kind as Op
@@ -43,6 +42,7 @@ from tests.parallel.models import (
     sequence_parallel,
     with_experts,
 )
+from tests.recording_lanes import RecordingLanes
 from tests.step.specs import chain
 
 

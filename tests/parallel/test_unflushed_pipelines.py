@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import offloadtrain as ot
 from offloadtrain.optim import LossScaleError, LossScaler
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Lane
 from offloadtrain.step.program.updates import UpdatePath
 from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.parallel.mesh_runs import KINDS, Loop, pipeline_of
 from tests.parallel.messages import assert_messages, message_of
+from tests.recording_lanes import RecordingLanes
 
 GPT = KINDS["gpt"]
 

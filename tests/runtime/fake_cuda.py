@@ -43,7 +43,6 @@ from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, Operation, Range, Span
 from offloadtrain.runtime.lanes import cuda as cuda_module
 from offloadtrain.runtime.lanes.queues import PythonQueue, Worker, make_host_queue
-from offloadtrain.runtime.lanes.recorder import extent
 from offloadtrain.runtime.thread_pools import POOLS, shared_pool
 from offloadtrain.step.proof.recording import (
     Bytes,
@@ -54,6 +53,7 @@ from offloadtrain.step.proof.recording import (
     Undefined,
     Waited,
 )
+from tests.recording_lanes import extent
 from tests.runtime.cuda_log import ADDRESS, Log, LoggedHost
 
 CPU = torch.device("cpu")

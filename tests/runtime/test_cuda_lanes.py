@@ -19,7 +19,6 @@ import offloadtrain as ot
 from offloadtrain.engine.interpreter import Functions
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
-from offloadtrain.runtime.lanes.recorder import extent
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Dependencies, Kind
@@ -29,6 +28,7 @@ from tests.distributed.reference import own_batches
 from tests.engine.test_async_save import Copies
 from tests.engine.test_proof import allocate_after_the_event
 from tests.numerics.models import MODELS, Chain, batches, loss_of
+from tests.recording_lanes import extent
 from tests.runtime.fake_cuda import (
     HOSTS,
     LONGEST_S,

@@ -14,7 +14,6 @@ from torch import nn
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.program.program import Program
@@ -24,6 +23,7 @@ from tests import levels
 from tests.numerics.comparison import train
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.muon import RULE
+from tests.recording_lanes import RecordingLanes
 
 STEPS = 4
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,6 @@ from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.plan.plan import make
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.lanes import LaneError
-from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint
@@ -37,6 +36,7 @@ from offloadtrain.train.checkpoint.manifest import MANIFEST, DamagedCheckpointEr
 from offloadtrain.train.checkpoint.restore import saved_weights
 from offloadtrain.train.log.run_log import RunLog
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
+from tests.seeded_lanes import SeededLanes
 from tests.train.bitwise import STEPS, Case, differ, parted, running, saving, whole
 from tests.train.small_job import events_of, run, small_job, tensor_hashes
 

@@ -1,7 +1,7 @@
 """The lanes of a step (`step.program.operations.Lane`) and the order between them.
 
-One interface, `base.py`: streams and native threads on CUDA, threads or none on the CPU, any legal
-order by a seed, a recorder. No lane knows what it runs. Start at `base.Lanes`, then `cuda.py`.
+One interface, `base.py`: streams and native threads on CUDA, threads or none on the CPU. No lane
+knows what it runs. Start at `base.Lanes`, then `cuda.py`.
 """
 
 from collections.abc import Callable, Iterator

@@ -170,7 +170,6 @@ def read_json(
     max_bytes: int,
     follow_link: bool = False,
     trusted_owner: bool = False,
-    dir_fd: int | None = None,
 ) -> Any:
     """Parse a regular file of JSON.
 
@@ -184,7 +183,6 @@ def read_json(
         max_bytes=max_bytes,
         follow_link=follow_link,
         trusted_owner=trusted_owner,
-        dir_fd=dir_fd,
     )
     try:
         return json.loads(content)

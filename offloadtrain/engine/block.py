@@ -139,7 +139,7 @@ class ParameterViews:
 
     def show_slot(self) -> None:
         """Show the slot that the block has."""
-        # Before the load is done: no kernel reads through these views until `Block.use` has waited.
+        # Before the load is done: no kernel reads through these views until `use` has waited.
         memory = (self.buckets[0].working,)
         self._show_memory(memory, lambda bucket, slot: slot.view(bucket.working.flat))
 
@@ -359,25 +359,12 @@ class Block:
             return next(s.name for b in self.buckets for s in b.slots if s.param is param)
         return None
 
-    @property
-    def weights(self) -> tuple[Range, ...]:
-        """The ranges that a forward or a backward of it reads, where they are now."""
-        return self.views.ranges
-
-    def use(self) -> None:
-        """Compute is about to read the weights."""
-        self.source.use(self)
-
     def leave_device(self) -> None:
         """Make the parameters NaN until the next use: the slot goes to another block."""
         # The span ends before the slot changes hands: a load into it would race with its reads.
         self.graphs.end()
         self.views.show_nothing()
         self.views.set_ready(ready=False)
-
-    def packed(self) -> None:
-        """A graph saves a handle of the weights."""
-        self.graphs.packed(self.weights)
 
     def unpacked(self, generation: int, clock: int) -> None:
         """A node of the graph is about to read the weights.
@@ -393,7 +380,7 @@ class Block:
         # Where the block is streamed, compute waits for the load, and the block is pinned: no
         # prefetch evicts it while this backward reads it.
         self.source.unpacked(self, clock)
-        self.graphs.begin(generation, self.weights)
+        self.graphs.begin(generation, self.views.ranges)
 
     def runs_again(self) -> None:
         """Its forward runs as a part of a backward that has not unpacked any of its handles."""

@@ -106,9 +106,9 @@ class Bucket:
     usage: Usage | None = None
     missed_steps: int = 0
 
-    def buffer(self, kind: Memory, version: int = 0) -> Buffer:
+    def buffer(self, kind: Memory) -> Buffer:
         """Return a buffer of this bucket."""
-        return self.memory[BufferKey(self.spec.name, kind, version)]
+        return self.memory[BufferKey(self.spec.name, kind)]
 
     @property
     def working(self) -> Buffer:

@@ -19,10 +19,8 @@ from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range
 from offloadtrain.step.layout.buffers import (
     BufferKey,
-    BufferSpec,
     BufferTable,
     Memory,
-    PoolSpec,
     Rows,
     not_late,
 )
@@ -168,20 +166,16 @@ class MemoryMap(dict[BufferKey, Buffer]):
         """
         if key not in self:
             pool = self.table.pools[key.kind]
-            row = pool.buffer(nbytes)
-            self._check_room(pool, row)
+            row, used = pool.buffer(nbytes), self._ledger.total(pool.tier)
+            if pool.limit is not None and used + row.span_bytes > pool.limit:
+                raise HostMemoryError(
+                    f"{row.owner} need {format_bytes(row.nbytes)} more of host memory, and "
+                    f"host_memory_limit is {format_bytes(pool.limit)}, of which "
+                    f"{format_bytes(used)} are taken. Largest: {self._ledger.summary()}. Raise it, "
+                    "set activation = 'recompute', or take a smaller microbatch"
+                )
             self._allocate({key: row}, row.tier)
         return self[key]
-
-    def _check_room(self, pool: PoolSpec, row: BufferSpec) -> None:
-        used = self._ledger.total(pool.tier)
-        if pool.limit is not None and used + row.span_bytes > pool.limit:
-            raise HostMemoryError(
-                f"{row.owner} need {format_bytes(row.nbytes)} more of host memory, and "
-                f"host_memory_limit is {format_bytes(pool.limit)}, of which {format_bytes(used)} "
-                f"are taken. Largest: {self._ledger.summary()}. Raise it, set activation = "
-                "'recompute', or take a smaller microbatch"
-            )
 
     def _allocate(self, rows: Rows, tier: Tier) -> None:
         rows = {key: row for key, row in rows.items() if key not in self}

@@ -175,7 +175,6 @@ def build(
         gradients=gradients,
         norm_measure=norm,
         residency=residency,
-        ranks=ranks,
     )
 
 

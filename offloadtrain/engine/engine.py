@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport
-from offloadtrain.runtime.lanes import Lane, Lanes
-from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.updates import Decision
 
@@ -227,7 +226,6 @@ class Engine:
         gradients: Gradients,
         norm_measure: NormMeasure,
         residency: Residency,
-        ranks: Ranks,
     ) -> None:
         self.lanes = lanes
         self.program = program
@@ -235,7 +233,7 @@ class Engine:
         self.functions = functions
         self.gradients = gradients
         self.residency = residency
-        self._ranks = ranks
+        self._ranks = ranks = norm_measure.ranks
         self.forward_hooks = forward_hooks
         forward_hooks.on_root = self._begin_forward
         forward_hooks.on_blocks = gradients.forward_begins
@@ -247,6 +245,7 @@ class Engine:
             program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
+        self._agreed_order: list[str] = []
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
@@ -254,22 +253,18 @@ class Engine:
 
     def _forward_order(self) -> list[str]:
         """Return the blocks in the order in which their weights go up, that of forward. Among ranks
-        it is rank 0's."""
-        order = self._used_order() if self._ranks.is_single else self._agreed_order
-        return [block.name for block in order]
-
-    def _used_order(self) -> list[Block]:
-        # Blocks that forward has never entered come last.
-        blocks = self.residency.blocks.values()
-        return list(dict.fromkeys((*self.residency.forward_order, *blocks)))
-
-    @cached_property
-    def _agreed_order(self) -> list[Block]:
-        """A collective: the first step of several ranks agrees on it."""
-        blocks = [*self.residency.blocks.values()]
-        numbers = [*map(blocks.index, self._used_order())]
-        agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-        return [blocks[int(number)] for number in agreed]
+        it is rank 0's, on which their first step agrees in a collective."""
+        if not self._agreed_order:
+            names = [*self.residency.blocks]
+            used = (block.name for block in self.residency.forward_order)
+            # Blocks that forward has never entered come last.
+            order = list(dict.fromkeys((*used, *names)))
+            if self._ranks.is_single:
+                return order
+            numbers = [*map(names.index, order)]
+            agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
+            self._agreed_order = [names[int(number)] for number in agreed]
+        return self._agreed_order
 
     @property
     def counter(self) -> StepCounter:
@@ -499,7 +494,7 @@ class Engine:
         self.guard.require_between_steps("write the state")
         self.functions.writer = writer
         # It may have written state or frozen weights on the device, which no launch declares.
-        self.lanes.follow_caller(Lane.WRITE)
+        self.lanes.follow_caller()
         self._interpreter.run(self.program.save)
 
     def average(self, update: Callable[..., None]) -> None:
@@ -510,7 +505,7 @@ class Engine:
             EngineError: between backward and step().
         """
         self.guard.require_between_steps("update an average of the weights")
-        self.lanes.follow_caller(Lane.WRITE)  # see write_state
+        self.lanes.follow_caller()  # see write_state
         with self.functions.average(update):
             self._interpreter.run(self.program.average)
 

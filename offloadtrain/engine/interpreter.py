@@ -86,10 +86,6 @@ class _Adam:
     in_place: bool
     decided: bool
 
-    def is_over(self, ended: int) -> bool:
-        """Tell whether it has run and counts, so that a failure changes nothing about it."""
-        return self.number <= ended and (self.decided or not self.in_place)
-
 
 class UpdateJournal:
     """The launches of Adam that the host lane may not have run yet, in their order."""
@@ -108,8 +104,11 @@ class UpdateJournal:
             decided: its step is decided.
         """
         assert op.update is not None
-        # In order: what is after one that has not run has not run either.
-        while self._open and self._open[0].is_over(progress.ended):
+        # Forget those that have run and count: a failure changes nothing about them. In order: what
+        # is after one that has not run has not run either.
+        while self._open and self._open[0].number <= progress.ended:
+            if self._open[0].in_place and not self._open[0].decided:
+                break
             self._open.popleft()
         in_place = not op.update.out_of_place
         number = progress.launched + 1
@@ -646,60 +645,60 @@ class Interpreter:
             CutShortError: earlier operations were cut short.
             LostRankError: an exchange has failed.
         """
-        # Other threads may read parameters: what one event returns is launched before the next.
-        with self.lock:
-            self._run(event(*args, **kwargs), updates=False)
-
-    def run_update(self, event: Callable[P, Operations], *args: P.args, **kwargs: P.kwargs) -> None:
-        """The same for operations that change weights or state in ways that cannot be repeated."""
-        with self.lock:
-            self._run(event(*args, **kwargs), updates=True)
-
-    def _run(self, operations: Operations, *, updates: bool) -> None:
-        if self.failure is not None:
-            self.require_intact()
         # torch's selective checkpoint would take loads on this thread for operations of the model.
         modes = torch.utils._python_dispatch
         if torch._C._len_torch_dispatch_stack() and (
             type(modes._get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
         ):
             with modes._pop_mode_temporarily():
-                return self._run(operations, updates=updates)
-        todo = iter(operations)
-        self._updating = updates
-        lanes, memory = self._lanes, self._memory
-        try:
-            for op in todo:
-                # By their exact types, the frequent ones first: a match statement takes three times
-                # as many instructions, on the thread that launches compute.
-                if type(op) is Launch:
-                    self._launch(op)
-                elif type(op) is Record:
-                    # It keeps the lanes' own event, for the waits that may name it later.
-                    op.event.real = lanes.record(op.event.lane)
-                elif type(op) is Wait:
-                    lanes.wait(op.lane, op.event.real, op)
-                elif type(op) is Undefined:
-                    lanes.alloc(memory[op.ref], op.lane)
-                elif type(op) is HostWait:
-                    lanes.host_wait(op.event.real, op.why)
-                elif type(op) is Allocate:
-                    memory.inputs.allocate(op.ref, lanes)
-                elif type(op) is Free:
-                    # Compute has waited for the copy: the allocator may give the memory out again.
-                    memory.inputs.free(op.ref)
-                else:
-                    if type(op) is Swap:
-                        self.journal.swapped(op.bucket)
-                    # Parameters change their views when the operations are launched, not when the
-                    # lanes run them. Compute waits for the load before it reads a new view.
-                    self._change(op)
-        # Waits and records may be missing from here on: what is launched next could race.
-        except BaseException as error:
-            self.failure, self.is_inconsistent = error, updates
-            if updates:
-                self.journal.unlaunched = tuple(todo)
-            raise
+                return self.run(event, *args, **kwargs)
+        # Other threads may read parameters: what one event returns is launched before the next.
+        with self.lock:
+            if self.failure is not None:
+                self.require_intact()
+            todo = iter(event(*args, **kwargs))
+            lanes, memory = self._lanes, self._memory
+            try:
+                for op in todo:
+                    # By their exact types, the frequent ones first: a match statement takes three
+                    # times as many instructions, on the thread that launches compute.
+                    if type(op) is Launch:
+                        self._launch(op)
+                    elif type(op) is Record:
+                        # It keeps the lanes' own event, for the waits that may name it later.
+                        op.event.real = lanes.record(op.event.lane)
+                    elif type(op) is Wait:
+                        lanes.wait(op.lane, op.event.real, op)
+                    elif type(op) is Undefined:
+                        lanes.alloc(memory[op.ref], op.lane)
+                    elif type(op) is HostWait:
+                        lanes.host_wait(op.event.real, op.why)
+                    elif type(op) is Allocate:
+                        memory.inputs.allocate(op.ref, lanes)
+                    elif type(op) is Free:
+                        # Compute has waited for the copy: the allocator may give it out again.
+                        memory.inputs.free(op.ref)
+                    else:
+                        if type(op) is Swap:
+                            self.journal.swapped(op.bucket)
+                        # Parameters change their views when the operations are launched, not when
+                        # the lanes run them. Compute waits for the load before it reads a new view.
+                        self._change(op)
+            # Waits and records may be missing from here on: what is launched next could race.
+            except BaseException as error:
+                self.failure, self.is_inconsistent = error, self._updating
+                if self._updating:
+                    self.journal.unlaunched = tuple(todo)
+                raise
+
+    def run_update(self, event: Callable[P, Operations], *args: P.args, **kwargs: P.kwargs) -> None:
+        """The same for operations that change weights or state in ways that cannot be repeated."""
+        with self.lock:
+            self._updating = True
+            try:
+                self.run(event, *args, **kwargs)
+            finally:
+                self._updating = False
 
     def require_intact(self) -> None:
         """Raises CutShortError if earlier operations were cut short."""

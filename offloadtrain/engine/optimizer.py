@@ -26,20 +26,15 @@ from offloadtrain.engine.engine import Engine, hook_parameters
 from offloadtrain.engine.evaluations import check_evaluations, eager
 from offloadtrain.engine.foreign_readers import ParameterReaders
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.param_groups import (
-    check_groups,
-    common_defaults,
-    completed_groups,
-    listed,
-)
+from offloadtrain.engine.param_groups import check_groups, completed_groups, listed
 from offloadtrain.engine.parameters import ParameterGuard
 from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.engine.prepared import Prepared
 from offloadtrain.engine.promotion import Promotion
 from offloadtrain.engine.relayout import Earlier, check_room, warn_of_turns
 from offloadtrain.engine.state import (
+    VARIANTS,
     check_held_by,
-    check_hyperparameters,
     copy_assigned,
     entries_of,
     load_dict,
@@ -59,7 +54,6 @@ from offloadtrain.step.layout.buffers import BufferSpec, Memory
 from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
-
 
 _S = TypeVar("_S", bound=SplitSteps)
 
@@ -94,7 +88,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         ledger: Ledger | None = None,
     ) -> None:
         """`ledger`: that of the process's other engines."""
-        super().__init__(groups, common_defaults(groups, rule))
+        # Defaults that all groups have: torch adds missing ones to each.
+        defaults = {k: v for k, v in rule.defaults().items() if all(k in group for group in groups)}
+        super().__init__(groups, defaults)
         self.device, self.model = device, model
         self._division, self._rule = division, rule
         rules = [rule_of(rule, group) for group in self.param_groups]
@@ -720,7 +716,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._parameter_guard.check()
         self.take_over_writes()
         for rule, group in zip(self._engine.functions.rules, self.param_groups, strict=True):
-            check_hyperparameters(rule, group)
+            rule.check(group)
+            for key in VARIANTS:
+                if group.get(key) and key not in rule.defaults():
+                    name = type(rule).__name__
+                    raise ValueError(f"{key} = {group[key]!r}: {name} does not have it")
 
     def _tell_of_local_norm(self, asker: str) -> None:
         if "local norm" not in self._warned:

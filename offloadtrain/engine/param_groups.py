@@ -74,11 +74,6 @@ def completed_groups(
     return groups
 
 
-def common_defaults(groups: Sequence[dict[str, Any]], rule: AnyRule) -> dict[str, Any]:
-    """Return the defaults that all groups have: torch adds missing ones to each."""
-    return {k: v for k, v in rule.defaults().items() if all(k in group for group in groups)}
-
-
 def _check_matrices(
     model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule, *, are_all: bool
 ) -> None:

@@ -125,11 +125,9 @@ class StateWriter(Protocol):
                 begins in the part is written whole: the tensor goes on after the part as far as
                 the window does. The windows that begin in another part come with that one.
         """
-        ...
 
     def finish(self) -> None:
         """All buckets were written."""
-        ...
 
 
 def whole(buffers: Iterable[Tensor]) -> list[tuple[Written, Tensor]]:

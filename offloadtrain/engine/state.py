@@ -254,7 +254,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> 
     """
     decoupled = getattr(rule, "decoupled", None)
     another = saved.get("decoupled_weight_decay", decoupled) is not decoupled
-    unsupported = [key for key in _VARIANTS if saved.get(key)]
+    unsupported = [key for key in VARIANTS if saved.get(key)]
     if unsupported or (another and saved.get("weight_decay")):
         wrong = ", ".join(unsupported) or "another kind of weight decay (Adam's, or AdamW's)"
         raise EngineError(f"the state was made with {wrong}, which {type(rule).__name__} is not")
@@ -262,18 +262,9 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> 
     group.update({k: v.item() if isinstance(v, Tensor) else v for k, v in options.items()})
 
 
-def check_hyperparameters(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raises ValueError if a group's hyperparameters are out of range, or it asks for a variant of
-    torch's optimizers that its rule does not have."""
-    rule.check(group)
-    for key in _VARIANTS:
-        if group.get(key) and key not in rule.defaults():
-            raise ValueError(f"{key} = {group[key]!r}: {type(rule).__name__} does not have it")
-
-
-_VARIANTS = ("amsgrad", "maximize")
+VARIANTS = ("amsgrad", "maximize")
 """Keys of torch's groups that ask for another update."""
-_SWITCHES = {"params", *_VARIANTS, "decoupled_weight_decay"} | {
+_SWITCHES = {"params", *VARIANTS, "decoupled_weight_decay"} | {
     "foreach",
     "fused",
     "capturable",

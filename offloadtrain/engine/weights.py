@@ -448,7 +448,7 @@ class WeightsIO(StateIO):
         done: set[nn.Parameter] = set()
         for block in self._blocks:
             # Compute waits for the block's upload or load; the next block is loaded meanwhile.
-            block.use()
+            block.source.use(block)
             for slot in (slot for bucket in block.all_buckets for slot in bucket.slots):
                 done.add(slot.param)
                 with past_the_class():

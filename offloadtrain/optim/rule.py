@@ -22,19 +22,15 @@ class Rule(Protocol):
     @property
     def moments(self) -> tuple[str, ...]:
         """State per parameter besides the master weight, e.g. ("exp_avg", …)."""
-        ...
 
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a `param_groups` entry."""
-        ...
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError if a group's hyperparameters are out of range."""
-        ...
 
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
         """Set the master weights from (numel,) fp32; moments do not change."""
-        ...
 
     def convert(
         self,
@@ -44,7 +40,6 @@ class Rule(Protocol):
         state: tuple[Tensor, ...],
     ) -> None:
         """Convert state of another format, rounded to nearest if this one is narrower."""
-        ...
 
 
 class UpdateRule(Rule, Protocol):
@@ -53,7 +48,6 @@ class UpdateRule(Rule, Protocol):
     def calls_only_kernels(self, format: StateFormat) -> bool:
         """Tell whether `update` of this format calls only kernels that are captured when launched
         and run without Python's interpreter lock (`kernels.capture`)."""
-        ...
 
     def update(
         self,
@@ -82,7 +76,6 @@ class UpdateRule(Rule, Protocol):
             seed: of stochastic rounding.
             out: memory with the same fields that receives the new state instead of `state`.
         """
-        ...
 
 
 class CodecRule:

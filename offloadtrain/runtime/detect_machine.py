@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 
@@ -60,16 +61,9 @@ def nearest(gpu: str, cores: int) -> str:
     machines = {name: find(name)[1] for name in shipped()}
 
     def likeness(name: str) -> tuple[int, int]:
-        return _common(machines[name].gpu, gpu), -abs(machines[name].cores - cores)
+        pairs = zip(machines[name].gpu, gpu, strict=False)
+        common = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return len(common), -abs(machines[name].cores - cores)
 
     best = max(machines, key=likeness)
     return best if likeness(best)[0] > len("NVIDIA A") else _UNKNOWN_GPU
-
-
-def _common(name: str, other: str) -> int:
-    count = 0
-    for a, b in zip(name, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

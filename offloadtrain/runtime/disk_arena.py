@@ -174,11 +174,22 @@ class DiskArena:
     def _write(self, data: memoryview, offset: int) -> None:
         self._checksums.pop(offset, None)  # a write that fails leaves unknown bytes
         checksum = self._hashing.submit(xxhash.xxh3_64_intdigest, data)
-        _write(self._file, data, offset)
+        aligned = len(data) // BLOCK * BLOCK
+        self._file.write(data[:aligned], offset)
+        # The rest of a block would not be aligned: it goes with what fills the block.
+        if rest := data[aligned:]:
+            page = aligned_buffer(BLOCK)
+            page[: len(rest)] = rest
+            self._file.write(page, offset + aligned)
         self._checksums[offset] = checksum.result(), self._view_writes(offset)
 
     def _read(self, into: memoryview, offset: int) -> None:
-        _read(self._file, into, offset)
+        aligned = len(into) // BLOCK * BLOCK
+        page = aligned_buffer(BLOCK) if len(into) > aligned else memoryview(b"")
+        memories = [part for part in (into[:aligned], page) if part]
+        if self._file.read(memories, offset) != aligned + len(page):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        into[aligned:] = page[: len(into) - aligned]
         current = xxhash.xxh3_64_intdigest(into), self._view_writes(offset)
         checksum, view_writes = self._checksums.setdefault(offset, current)
         if checksum != current[0]:
@@ -261,23 +272,3 @@ def _pieces(slot: Tensor, offset: int) -> Iterator[tuple[memoryview, int]]:
     data = slot.view(torch.uint8).numpy().data
     for lo, hi in windows(offset, offset + len(data)):
         yield data[lo - offset : hi - offset], lo
-
-
-def _write(file: DirectFile, data: memoryview, offset: int) -> None:
-    aligned = len(data) // BLOCK * BLOCK
-    file.write(data[:aligned], offset)
-    # The rest of a block would not be aligned: it goes with what fills the block.
-    if rest := data[aligned:]:
-        page = aligned_buffer(BLOCK)
-        page[: len(rest)] = rest
-        file.write(page, offset + aligned)
-
-
-def _read(file: DirectFile, into: memoryview, offset: int) -> None:
-    aligned = len(into) // BLOCK * BLOCK
-    page = aligned_buffer(BLOCK) if len(into) > aligned else memoryview(b"")
-    memories = [part for part in (into[:aligned], page) if part]
-    count = file.read(memories, offset)
-    if count != aligned + len(page):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    into[aligned:] = page[: len(into) - aligned]

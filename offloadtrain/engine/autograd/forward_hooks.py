@@ -171,7 +171,7 @@ class ForwardHooks:
         if not hooked.handles and not again:
             for block in blocks:
                 block.runs_again()
-        reads = [weights for block in blocks for weights in block.weights]
+        reads = [weights for block in blocks for weights in block.views.ranges]
         # After the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
         offloader = None if again else self._offloader_of(module)
@@ -309,7 +309,7 @@ class ForwardHooks:
         try:
             for block in blocks:
                 self._residency.forward_order.setdefault(block)
-                block.use()
+                block.source.use(block)
                 block.views.set_ready(ready=True)
         except BaseException:
             self._release(blocks)

@@ -13,7 +13,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -177,12 +176,6 @@ class Passthrough(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def passthrough() -> AbstractContextManager[object]:
-    """Return a mode that changes nothing."""
-    mode: AbstractContextManager[object] = Passthrough()
-    return mode
 
 
 class ReplacedForward:

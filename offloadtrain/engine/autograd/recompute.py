@@ -68,7 +68,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.engine.autograd.hooks import ReplacedForward, Watcher, passthrough
+from offloadtrain.engine.autograd.hooks import Passthrough, ReplacedForward, Watcher
 from offloadtrain.engine.autograd.saved_tensors import Hooks, Kept, PassedOn, PassOn, unpack
 from offloadtrain.engine.autograd.selective import Policy, Selection
 
@@ -484,7 +484,8 @@ class _Runs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
             was_tracked = self._modes > torch._C._len_torch_dispatch_stack()
-            tracked = passthrough() if was_tracked else nullcontext()
+            tracked: AbstractContextManager[object]
+            tracked = Passthrough() if was_tracked else nullcontext()  # type: ignore[no-untyped-call]
             with self._inputs.again(), self._random.again(), tracked:
                 output = self._run(self._pack_again, *args, **kwargs)
             if self._missing:

@@ -73,7 +73,7 @@ class Reading:
         self.block = block
         self.generation = block.graphs.generation
         self.clock = clock
-        block.packed()
+        block.graphs.packed(block.views.ranges)
 
     def begin(self) -> None:
         """Backward reads the weights from here on: compute waits for the block's load.

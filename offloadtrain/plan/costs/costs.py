@@ -292,7 +292,7 @@ class Costs:
                 down = self._down_bytes(bucket)
                 slower = machine.d2h_adam_gbps if self._updates_in_backward else 0.0
                 return shard * down / pieces / self.bus(slower or machine.d2h_gbps)
-            case Kind.LOAD if self.spec.loads_from_shard(bucket):
+            case Kind.LOAD if self.spec.weight_tier(bucket) is Tier.DEVICE:
                 return 2 * shard * weight / (machine.hbm_gbps * 1e9)
             case Kind.WEIGHTS_UP:
                 return shard * weight / self.bus(machine.h2d_adam_gbps or machine.h2d_gbps)

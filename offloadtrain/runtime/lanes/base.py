@@ -220,10 +220,9 @@ class Lanes(ABC):
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         """Start later launches on `lane` after `event`; `str(why)` is the reason."""
 
-    def follow_caller(self, lane: Lane) -> None:
-        """Order what is launched on the lane from now on after the device's operations that the
-        caller's code has launched. On a CPU these are done already."""
-        del lane
+    def follow_caller(self) -> None:  # noqa: B027
+        """Order what is launched on the lane of writes from now on after the device's operations
+        that the caller's code has launched. On a CPU these are done already."""
 
     @abstractmethod
     def host_wait(self, event: LaneEvent, why: object) -> None:

@@ -121,67 +121,6 @@ class Flag(Protocol):
     def wait(self) -> object: ...
 
 
-class LaneQueue(Protocol):
-    """The interface of both kinds of queues."""
-
-    def make_flag(self) -> Flag: ...
-
-    def compute(
-        self,
-        name: str,
-        fn: Operation,
-        operands: Sequence[Tensor],
-        *,
-        pause_s: float = 0.0,
-        least_s: float = 0.0,
-    ) -> None:
-        """Queue a call of `fn` with the operands; counted. It is preceded by a pause and takes at
-        least `least_s`: for tests and measurements."""
-        ...
-
-    def run(self, task: Callable[[], object]) -> None:
-        """Queue a task that is not counted."""
-        ...
-
-    def set(self, flag: Flag) -> None:
-        """Queue the setting of a flag, which happens also after a failure."""
-        ...
-
-    def wait(self, flag: Flag) -> None: ...
-
-    def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
-        """Queue a wait for a CUDA event. `block` waits from Python; `handle` holds the event's
-        address once `issued` is set, for a wait without the interpreter's lock."""
-        ...
-
-    def progress(self) -> HostProgress: ...
-
-    def busy_ms(self) -> float: ...
-
-    def keep_intervals(self, keep: bool) -> None: ...
-
-    def take_intervals(self, origin_ms: float) -> list[Interval]: ...
-
-    def end(self) -> None:
-        """Run the queued tasks, then stop."""
-        ...
-
-
-def make_host_queue(
-    failure: Failure, begin: Callable[[], None] | None = None, synchronize_event: int = 0
-) -> LaneQueue:
-    """Make the queue of the host lane that fits the active kernels.
-
-    Args:
-        begin: run first on its thread.
-        synchronize_event: address of the CUDA driver's cuEventSynchronize.
-    """
-    native = kernels.native_lane()
-    if native is None:
-        return PythonQueue(failure, begin)
-    return NativeQueue(native, failure, begin, synchronize_event)
-
-
 class _Counted:
     """Runs and counts computations in Python."""
 
@@ -223,7 +162,7 @@ class _Counted:
 
 
 class PythonQueue(_Counted):
-    """A Python thread, which takes the GIL between two kernels."""
+    """The queue of a Python thread, which takes the GIL between two kernels."""
 
     def __init__(
         self, failure: Failure, begin: Callable[[], None] | None, lane: Lane = Lane.HOST
@@ -243,15 +182,19 @@ class PythonQueue(_Counted):
         pause_s: float = 0.0,
         least_s: float = 0.0,
     ) -> None:
+        """Queue a call of `fn` with the operands; counted. It is preceded by a pause and takes at
+        least `least_s`: for tests and measurements."""
         self._launched += 1
         # From here on the queue owns the operands; this thread goes on to launch.
         self._worker.put(partial(self.run_counted, name, partial(fn, *operands), pause_s, least_s))
 
     def run(self, task: Callable[[], object]) -> None:
+        """Queue a task that is not counted."""
         self._worker.put(task)
 
     def set(self, flag: Flag) -> None:
-        # After a failure, too: another thread may be waiting for the flag.
+        """Queue the setting of a flag, which happens also after a failure."""
+        # Another thread may be waiting for the flag.
         self._worker.put(flag.set, always=True)
 
     # A task of the queue: the lane is held back, the launching thread goes on.
@@ -259,15 +202,18 @@ class PythonQueue(_Counted):
         self._worker.put(flag.wait)
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
+        """Queue a wait for a CUDA event. `block` waits from Python; `handle` holds the event's
+        address once `issued` is set, for a wait without the interpreter's lock."""
         self._worker.put(block)
 
     def end(self) -> None:
+        """Run the queued tasks, then stop."""
         self._worker.end()
 
 
 class NativeQueue:
-    """A native queue. Operations that only call kernels are captured when they are launched and run
-    without the interpreter's lock; others take it.
+    """A native queue with the same methods. Operations that only call kernels are captured when
+    they are launched and run without the interpreter's lock; others take it.
 
     The queue borrows the objects of a task: `_in_use` owns them until the task is done.
     """
@@ -376,6 +322,24 @@ class NativeQueue:
             done = self._queue.done()
             while self._in_use and self._in_use[0][0] <= done:
                 self._in_use.popleft()
+
+
+LaneQueue = PythonQueue | NativeQueue
+
+
+def make_host_queue(
+    failure: Failure, begin: Callable[[], None] | None = None, synchronize_event: int = 0
+) -> LaneQueue:
+    """Make the queue of the host lane that fits the active kernels.
+
+    Args:
+        begin: run first on its thread.
+        synchronize_event: address of the CUDA driver's cuEventSynchronize.
+    """
+    native = kernels.native_lane()
+    if native is None:
+        return PythonQueue(failure, begin)
+    return NativeQueue(native, failure, begin, synchronize_event)
 
 
 class QueuedLanes(Lanes):

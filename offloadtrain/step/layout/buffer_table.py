@@ -54,7 +54,7 @@ def host_rows(spec: StepSpec) -> Iterator[Row]:
     """Yield state, frozen weights, slots for what is on the disk, and host staging."""
     yield from _state_rows(spec, Tier.HOST)
     for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
-        if spec.loads_from_host(bucket):
+        if spec.weight_tier(bucket) is Tier.HOST:
             yield _shard("frozen weights", bucket, Memory.SNAPSHOT, is_weights=True)
     yield from _disk_slots(spec)
     # Two slots for gradients that are summed and for weights without other staging. With one
@@ -189,7 +189,7 @@ def _disk_slots(spec: StepSpec) -> Iterator[Row]:
     with_gradient = [bucket for bucket in spec.buckets if bucket.gradient_on_disk]
     state = [span_bytes(_fields(bucket, Tier.HOST)) for bucket in on_disk]
     gradients = [_gradient(spec, bucket, Tier.HOST).nbytes for bucket in with_gradient]
-    loaded = [bucket.shard_bytes for bucket in buckets if spec.loads_from_disk(bucket)]
+    loaded = [bucket.shard_bytes for bucket in buckets if spec.weight_tier(bucket) is Tier.DISK]
     new = [bucket.shard_bytes for bucket in spec.buckets if spec.has_new_weight_slot(bucket)]
     for kind, owner, count, sizes in (
         (Memory.STATE, "state slots", spec.state_slots, state),
@@ -227,7 +227,7 @@ def _weight_rows(spec: StepSpec) -> Iterator[Row]:
             row = BufferSpec("working weights", bucket.numel, bucket.dtype, Tier.DEVICE, name)
             yield BufferKey(bucket.name, Memory.WORKING, version), row
     for bucket in (bucket for block in spec.blocks for bucket in block.all_buckets):
-        versions = 1 + spec.loads_in_turn(bucket) if spec.loads_from_shard(bucket) else 0
+        versions = 1 + spec.loads_in_turn(bucket) if spec.weight_tier(bucket) is Tier.DEVICE else 0
         for version in range(versions):
             where = Memory.DEVICE_SHARD, version
             yield _shard("weight shards", bucket, *where, tier=Tier.DEVICE, name="shard")
@@ -308,10 +308,10 @@ def pools(spec: StepSpec) -> dict[Memory, PoolSpec]:
 def _sources(spec: StepSpec, bucket: BucketSpec) -> Iterator[BufferKey]:
     """Yield the buffers that loads of a streamed bucket read, one per version of the weights."""
     name, in_turn = bucket.name, spec.loads_in_turn(bucket)
-    if spec.loads_from_shard(bucket):
+    if spec.weight_tier(bucket) is Tier.DEVICE:
         for version in range(1 + in_turn):
             yield BufferKey(name, Memory.DEVICE_SHARD, version)
-    elif spec.loads_from_disk(bucket):
+    elif spec.weight_tier(bucket) is Tier.DISK:
         for version in range(spec.weight_files(bucket)):
             yield BufferKey(name, Memory.WEIGHT_FILE, version)
         if not spec.weight_files(bucket):
@@ -337,7 +337,7 @@ def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
     # An update on the device after the step's last backward writes the weights where they are
     # used: nothing needs the old ones.
     if bucket.update_tier is Tier.DEVICE and not spec.updates_early:
-        return Memory.DEVICE_SHARD if spec.loads_from_shard(bucket) else Memory.WORKING
+        return Memory.DEVICE_SHARD if spec.weight_tier(bucket) is Tier.DEVICE else Memory.WORKING
     # Adam has read the gradient when it writes the weights over it; no staging is needed.
     if not spec.holds_sum(bucket):
         return Memory.GRADIENT
@@ -346,9 +346,9 @@ def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
 
 def _weight_route(spec: StepSpec, bucket: BucketSpec) -> WeightRoute:
     """Return the way of new weights from the memory that an update writes."""
-    if spec.loads_from_disk(bucket):
+    if spec.weight_tier(bucket) is Tier.DISK:
         return WeightRoute.FILE
-    if spec.loads_from_host(bucket):
+    if spec.weight_tier(bucket) is Tier.HOST:
         if spec.loads_in_turn(bucket):
             return WeightRoute.IN_TURN
         return WeightRoute.SNAPSHOT if spec.has_snapshot(bucket) else WeightRoute.IN_PLACE

@@ -39,18 +39,6 @@ SMALL_SHARE = 1 / 8
 """Of the largest block outside of layers; smaller ones stay whole."""
 
 
-def streamed_blocks(spec: StepSpec) -> frozenset[str]:
-    """Choose the blocks that do not stay on the device. Repeated ones that do are spread evenly, so
-    that a load has the forward of a resident block to run beside.
-
-    Raises:
-        OptionError: `keep_whole` names no block.
-        DeviceMemoryError: a limit of the device holds not even the rest and the slots.
-    """
-    outside = _outside(spec)
-    return frozenset(_repeated(spec, outside) | {block.name for block in outside})
-
-
 def _outside(spec: StepSpec) -> list[BlockSpec]:
     """List the streamed blocks outside of lists; see [Note: Outside of layers]."""
     resident = set()
@@ -100,6 +88,8 @@ def _versions(spec: StepSpec, bucket: BucketSpec) -> int:
 
 
 def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
+    """Choose the repeated blocks that do not stay on the device. Those that do are spread evenly,
+    so that the load of another can run during the forward of one of them."""
     config = spec.config
     repeated = [block for block in spec.blocks if block.repeated and spec.streams]
     limit, requested = config.memory.device_limit, config.weights.resident_blocks
@@ -189,8 +179,8 @@ def lay_out(
         parts: ranks that hold the other parts of matrices, and have the same inputs.
 
     Raises:
-        OptionError: the config does not go with so many ranks, or asks for more state on the device
-            than can be there.
+        OptionError: the config does not go with so many ranks, asks for more state on the device
+            than can be there, or names no block in `keep_whole`.
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
@@ -220,7 +210,8 @@ def lay_out(
         copies=copies,
         input_parts=parts if config.activations.partition else 1,
     )
-    streamed = streamed_blocks(spec)
+    outside = _outside(spec)
+    streamed = frozenset(_repeated(spec, outside) | {block.name for block in outside})
     laid_out = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
     spec = with_state_tiers(replace(spec, blocks=laid_out, streamed=streamed), device_bytes)
     return spec if available_bytes is None else with_second_copies(spec, available_bytes)

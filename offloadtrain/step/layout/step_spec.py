@@ -350,22 +350,10 @@ class StepSpec:
         """True for a streamed bucket of which two versions are kept, which loads read in turn."""
         return self.weight_versions > 1 and self.is_streamed(bucket) and self.is_trained(bucket)
 
-    def loads_from_host(self, bucket: BucketSpec) -> bool:
-        """True for a bucket that is streamed from the host."""
-        return self.weight_tier(bucket) is Tier.HOST
-
-    def loads_from_disk(self, bucket: BucketSpec) -> bool:
-        """True for a bucket that is streamed from the disk, through a slot of the host."""
-        return self.weight_tier(bucket) is Tier.DISK
-
-    def loads_from_shard(self, bucket: BucketSpec) -> bool:
-        """True for a bucket that is streamed from shards on the devices."""
-        return self.weight_tier(bucket) is Tier.DEVICE
-
     def weight_files(self, bucket: BucketSpec) -> int:
         """Count the versions of a bucket's weights on the disk, during its state. Where an update
         may run inside backward it writes one while loads of that backward read the other."""
-        if not self.loads_from_disk(bucket):
+        if self.weight_tier(bucket) is not Tier.DISK:
             return 0
         if self.is_trained(bucket) and self.updates_in_backward:
             return 2
@@ -376,18 +364,18 @@ class StepSpec:
     def weight_slots(self) -> int:
         """The number of host slots for weights on their way from the disk to the device."""
         buckets = (bucket for block in self.blocks for bucket in block.all_buckets)
-        return min(RING_SLOTS, sum(map(self.loads_from_disk, buckets)))
+        return min(RING_SLOTS, sum(self.weight_tier(b) is Tier.DISK for b in buckets))
 
     def has_new_weight_slot(self, bucket: BucketSpec) -> bool:
         """New weights go to the disk out of a slot: neither the state nor the memory of the
         gradient, which is wider, holds them."""
-        written = self.loads_from_disk(bucket) and self.is_trained(bucket)
+        written = self.weight_tier(bucket) is Tier.DISK and self.is_trained(bucket)
         return written and self.holds_sum(bucket) and not bucket.format.holds_weight
 
     def has_snapshot(self, bucket: BucketSpec) -> bool:
         """True if loads read a snapshot of the forward's weights: the memory that an update writes
         may change inside backward, while loads of that backward must read the old weights."""
-        return self.loads_from_host(bucket) and self.updates_in_backward
+        return self.weight_tier(bucket) is Tier.HOST and self.updates_in_backward
 
     def has_pending(self, bucket: BucketSpec, *, copied: bool | None = None) -> bool:
         """New weights need memory of their own until their upload.
@@ -395,13 +383,13 @@ class StepSpec:
         Args:
             copied: the bucket has a second copy of its state; None: as the spec says.
         """
-        if self.loads_from_disk(bucket):
+        if self.weight_tier(bucket) is Tier.DISK:
             return False  # they are written as soon as they are there
         if bucket.format.holds_weight:
             # They are in the state; its slot may go to another bucket before they are uploaded.
-            waits = self.weights_wait or self.updates_early or self.loads_from_host(bucket)
+            waits = self.weights_wait or self.updates_early or self.weight_tier(bucket) is Tier.HOST
             return waits and bucket.is_on_disk
-        if self.loads_from_host(bucket):
+        if self.weight_tier(bucket) is Tier.HOST:
             return True
         outgrows_staging = bucket.shard_numel * bucket.weight_bytes > STAGING_BYTES
         if outgrows_staging and bucket.update_tier is Tier.HOST and self.holds_sum(bucket):

@@ -53,7 +53,7 @@ class _Saved:
         back: its device memory in backward.
         before: the number of the input saved just before it in the same forward.
         fetched: it is on its way back, or there.
-        taken: compute owns it.
+        handed_over: compute owns it.
     """
 
     host: Ref

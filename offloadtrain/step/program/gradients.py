@@ -197,8 +197,6 @@ class GradientPath:
         # See [Note: Measured in the gather]. Compute has nothing else to do until the step is
         # decided.
         self._norms_lane = Lane.D2H if on_host and self._measures_gathered else Lane.COMPUTE
-        self._keeps_pieces = table.slots(Memory.STAGING) == 0
-        """Every piece has staging of its own."""
         self._order = order
         self._host_ring = host_ring
         self.slots = GradientSlots(spec, table, order)
@@ -330,7 +328,8 @@ class GradientPath:
         the dtype that goes down."""
         ranks, count = gradient.spec.ranks, hi - lo
         dtype = gradient.staged_dtype
-        staging = self._staging(gradient, lo, ranks * count, dtype)
+        # In ZeRO stage 1 there are no slots.
+        staging = self._ring.take(ranks * count, dtype, f"{gradient.spec.name}[{lo}]")
         self._gather(gradient, staging, lo, hi)
         if ranks == 1:
             return staging
@@ -356,11 +355,6 @@ class GradientPath:
             fresh=narrow,
         )
         return narrow
-
-    def _staging(self, gradient: GradientRefs, lo: int, numel: int, dtype: str) -> Ref:
-        if self._keeps_pieces:
-            return Ref(Memory.STAGING, f"{gradient.spec.name}[{lo}]", 0, 0, numel, dtype)
-        return self._ring.take(numel, dtype)
 
     def _add(
         self, gradient: GradientRefs, staged: Ref, lo: int, hi: int, *, measured: bool
@@ -415,7 +409,8 @@ class GradientPath:
         for lo, hi in gradient.pieces:
             down = part_of(device_sum, lo, hi)
             if gradient.rounds_sum:
-                summed, down = down, self._staging(gradient, lo, hi - lo, gradient.spec.dtype)
+                name, dtype = gradient.spec.name, gradient.spec.dtype
+                summed, down = down, self._ring.take(hi - lo, dtype, f"{name}[{lo}]")
                 # update, during backward of the next blocks: waits for the last copy out of the
                 # slot. The copy down waits for it there.
                 self._order.launch(

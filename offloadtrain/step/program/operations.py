@@ -194,15 +194,17 @@ def ref_of(key: BufferKey, row: BufferSpec) -> Ref:
 
 
 class Ring:
-    """Slots of staging, used in turn."""
+    """Slots of staging, used in turn. Without slots, every piece has memory of its own."""
 
     def __init__(self, memory: Memory, slots: int) -> None:
         self._memory = memory
         self._slots = slots
         self._next = 0
 
-    def take(self, numel: int, dtype: str) -> Ref:
-        """Return the next slot's first elements."""
+    def take(self, numel: int, dtype: str, piece: str = "") -> Ref:
+        """Return the first elements of the next slot, or of the memory of the piece."""
+        if not self._slots:
+            return Ref(self._memory, piece, 0, 0, numel, dtype)
         slot, self._next = self._next, (self._next + 1) % self._slots
         return Ref(self._memory, slot, 0, 0, numel, dtype)
 

@@ -66,9 +66,9 @@ class BucketRefs:
     def name(self) -> str:
         return self.spec.name
 
-    def has(self, kind: Memory, version: int = 0) -> bool:
+    def has(self, kind: Memory) -> bool:
         """Tell whether the table has such a buffer of this bucket."""
-        return (kind, version, 0) in self._refs
+        return (kind, 0, 0) in self._refs
 
     def ref(self, kind: Memory, version: int = 0) -> Ref:
         """Return all elements of a buffer of this bucket."""

@@ -26,7 +26,7 @@ from offloadtrain.step.program.activations import ActivationPath
 from offloadtrain.step.program.disk import DiskPath, SavePath
 from offloadtrain.step.program.gradients import GradientPath
 from offloadtrain.step.program.operations import Dependencies, Kind, Lane, Launch, Operations, Ring
-from offloadtrain.step.program.places import BlockRefs, BucketRefs
+from offloadtrain.step.program.places import BucketRefs
 from offloadtrain.step.program.streaming import Streaming
 from offloadtrain.step.program.updates import (
     Decision,
@@ -163,7 +163,7 @@ class Program:
 
     def grads_complete(self, block: str, early: Decision) -> Operations:
         """The block's gradient of the step is complete: it may be updated."""
-        self.mode.grads_complete(self._block(block), early)
+        self.mode.grads_complete((block, self._trained[block]), early)
         return self._order.take()
 
     def grads_repeated(self, block: str) -> None:
@@ -172,7 +172,7 @@ class Program:
         Raises:
             UpdateError: it was updated in place.
         """
-        self.mode.grads_repeated(self._block(block))
+        self.mode.grads_repeated((block, self._trained[block]))
 
     def gradients_changed(self, buckets: Collection[str]) -> None:
         """The caller may have changed the gradients of these buckets, while the lanes were empty.
@@ -208,7 +208,7 @@ class Program:
 
     def norm_known(self, forward_order: Sequence[str], decision: Decision) -> Operations:
         """In step(): launch the rest of the update and the uploads; set `speculation`."""
-        order = [self._block(name) for name in forward_order]
+        order = [(name, self._trained[name]) for name in forward_order]
         self.speculation = self.mode.apply(order, decision)
         return self._order.take()
 
@@ -287,24 +287,21 @@ class Program:
         """Upload the masters as they are, after the state was set or loaded."""
         self.mode.flush()
         self.mode.reset()
-        self._updates.emit([self._block(name) for name in self._trained])
+        self._updates.emit([*self._trained.items()])
         return self._order.take()
 
     def detach_weights(self) -> Operations:
         """In mode "delayed", after `flush`: the caller will set the state and, separately, the
         weights that forward uses."""
-        self.mode.detach_weights([self._block(name) for name in self._trained])
+        self.mode.detach_weights([*self._trained.items()])
         return self._order.take()
 
     def resume_delay(self) -> Operations:
         """In mode "delayed", after `flush`: the state was loaded, and older weights for forward.
         The masters go up after the next backward."""
         self.mode.reset()
-        self.mode.defer([self._block(name) for name in self._trained])
+        self.mode.defer([*self._trained.items()])
         return self._order.take()
-
-    def _block(self, name: str) -> BlockRefs:
-        return name, self._trained[name]
 
 
 def _mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:

@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 from offloadtrain.config.errors import OffloadTrainError
@@ -124,8 +123,7 @@ class UpdatePath:
         """Launch the operations before `adam`, for matrices; see [Note: Matrices]."""
         if bucket.directions is None:
             return
-        if bucket.state_files:
-            self._disk.read(bucket)
+        self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, while the device works on the matrices of the previous block. It waits for the last
@@ -168,8 +166,7 @@ class UpdatePath:
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
         """Launch the update of a bucket, for matrices after `begin`; return where the new working
         weights are staged."""
-        if bucket.state_files:
-            self._disk.read(bucket)
+        self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
@@ -379,8 +376,7 @@ class UpdatePath:
         # The weights that loads read are those in the state's file.
         if bucket.source_kind is Memory.STATE_FILE:
             return bucket.load_source
-        if bucket.state_files:
-            self._disk.read(bucket)
+        self._disk.read(bucket)
         # The new weights may lie over the gradient, which nothing needs any more.
         self._gradients.acquire(bucket.gradient, keep=False)
         staged = self._staged(bucket)
@@ -501,8 +497,8 @@ class Exact:
     def _ahead(self, order: Sequence[BlockRefs], decision: Decision) -> Iterator[BlockRefs]:
         """Yield each block once its update and that of the next block have begun: the device
         orthogonalizes matrices of one block while the host updates the other."""
-        for number, (block, following) in enumerate(zip_longest(order, order[1:])):
-            for _, buckets in [*([block] if number == 0 else []), *filter(None, [following])]:
+        for number, block in enumerate(order):
+            for _, buckets in order[number + 1 if number else 0 : number + 2]:
                 for bucket in buckets:
                     self._updates.begin(bucket, decision.update)
             yield block

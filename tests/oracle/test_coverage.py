@@ -7,16 +7,16 @@ of the tests compares, contain all kinds; the other cases need not.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.runtime.lanes import Lane
 from offloadtrain.step.layout.buffers import Memory
-from offloadtrain.step.program.operations import Kind, Operation
+from offloadtrain.step.program.operations import Kind, Operation, Operations
 from tests.oracle.cases import COVERING
 from tests.oracle.programs import known
 from tests.oracle.runs import recorded
@@ -119,13 +119,17 @@ def test_every_recorded_buffer_is_known() -> None:
 def test_every_operation_that_is_no_launch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded programs show their effect only: the memory of later launches."""
     kinds_run: set[type] = set()
-    run = Interpreter._run
+    run = Interpreter.run
 
-    def noting(self: Interpreter, operations: Sequence[Operation], *, updates: bool) -> None:
-        kinds_run.update(map(type, operations))
-        run(self, operations, updates=updates)
+    def noting(self: Interpreter, event: Callable[..., Operations], *args: Any, **kw: Any) -> None:
+        def noted() -> Operations:
+            operations = event(*args, **kw)
+            kinds_run.update(map(type, operations))
+            return operations
 
-    monkeypatch.setattr(Interpreter, "_run", noting)
+        run(self, noted)
+
+    monkeypatch.setattr(Interpreter, "run", noting)
     for case in COVERING.values():
         if case.placement in ("streamed, 1 slot", "state on three tiers") or "saved" in case.name:
             recorded(case)

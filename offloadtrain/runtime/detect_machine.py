@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from offloadtrain.hardware.host_memory import resident_bytes
 from offloadtrain.hardware.machine import Machine, find, shipped
-from offloadtrain.hardware.memory_sampler import resident_bytes
 from offloadtrain.hardware.telemetry import probe
 from offloadtrain.runtime.device import cpu_bf16_speedup, cpu_has_bf16
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TextIO
 
-from cyclopts import App, CycloptsPanel
+from cyclopts import App, CycloptsError, UnknownOptionError
 
 from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import UnsafeFileError
-from offloadtrain.boundary.sanitize import sanitize, unfiltered
+from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain.cli.commands.doctor import package_version
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, USAGE, of_error
 from offloadtrain.config.errors import OffloadTrainError
@@ -273,8 +273,6 @@ app = _app(
     "offloadtrain train --help",
     commands=COMMANDS,
     version=package_version,
-    # Wrong usage quotes the arguments.
-    error_formatter=lambda error: CycloptsPanel(sanitize(str(error))),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
@@ -302,13 +300,12 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments.remove("--debug")
         debug = True
     try:
-        consoles: Any = {
-            "console": _terminal(sys.stdout),
-            "error_console": _terminal(sys.stderr),
-        }
-        return int(app(arguments, **consoles) or DONE)
-    except SystemExit as exit_request:  # cyclopts has printed the error
-        return USAGE if exit_request.code else DONE
+        help_console: Any = _terminal(sys.stdout)
+        code = app(arguments, console=help_console, print_error=False, exit_on_error=False)
+        return int(code or DONE)
+    except CycloptsError as error:
+        print(_wrong_usage(error), file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED
@@ -317,6 +314,16 @@ def _run(argv: Sequence[str] | None) -> int:
         return DONE
     except Exception as error:
         return _failed(error, debug)
+
+
+def _wrong_usage(error: CycloptsError) -> str:
+    if isinstance(error, UnknownOptionError):
+        positional = [name for a in error.argument_collection for name in a.names if name.isupper()]
+        option = (error.token.keyword or error.token.value).partition("=")[0]
+        if option.removeprefix("--").upper() in positional:
+            usage = " ".join(["offloadtrain", *(error.command_chain or ()), *positional])
+            return f"Unknown option: {option}. Arguments are given without names: {usage}"
+    return str(error)
 
 
 def _failed(error: Exception, debug: bool) -> int:

@@ -11,7 +11,7 @@ Flag: TypeAlias = Annotated[bool, Parameter(negative=(), show_default=False)]
 Json: TypeAlias = Annotated[bool, Parameter(name="--json", negative=())]
 Overrides: TypeAlias = Annotated[
     tuple[str, ...],
-    Parameter(name="--set", consume_multiple=True, negative=(), show_default=False),
+    Parameter(name="--set", consume_multiple=1, negative=(), show_default=False),
 ]
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1))]
 CountOrNone: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0))]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +97,14 @@ def _turn(turn: Any) -> Any:
     return turn
 
 
+def _refuse_empty(messages: Messages, numbers: Iterable[int]) -> None:
+    """Raises ChatError where an answer says nothing: the model would learn to end its turn."""
+    for number in numbers:
+        values = [value for name, value in messages[number].items() if name != "role"]
+        if not any(value.strip() if isinstance(value, str) else value for value in values):
+            raise ChatError(f"message number {number + 1}, an answer, is empty")
+
+
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
@@ -121,6 +129,7 @@ class ChatTemplate:
         turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise ChatError("no message of the assistant: the loss would count nothing")
+        _refuse_empty(messages, turns)
         messages = self._readable(messages, tools)
         if _MARKS.search(self.template):
             rendered = self._apply(
@@ -151,6 +160,7 @@ class ChatTemplate:
         Raises:
             ChatError: as `encode`.
         """
+        _refuse_empty(completion, range(len(completion)))
         both = self._readable([*prompt, *completion], tools)
         prompt_text = self._render(both[: len(prompt)], tools, ask=True)
         tokens, before = self._tokens([self._render(both, tools), prompt_text])

@@ -176,6 +176,8 @@ def _prompt_and_completion(record: Record) -> list[Any]:
     """
     values = [record.get(name) for name in ("prompt", "completion")]
     if all(isinstance(value, str) for value in values):
+        if not values[1].strip():
+            raise ChatError("its completion is empty")
         return values
     if not all(isinstance(value, list) for value in values):
         there = ", ".join(ascii(key) for key in record) or "nothing"

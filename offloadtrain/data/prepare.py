@@ -320,7 +320,10 @@ class _Tally:
         for number, problem in encoded.bad:
             bad_line = f"{where}{self._lines + number + 1}: {problem}"
             if not reading.keep_going:
-                raise DataError(f"{bad_line}\n`prepare --bad-lines skip` leaves such records out")
+                raise DataError(
+                    f"{bad_line}\nCorrect it, or let `prepare --bad-lines skip` leave such records "
+                    "out: it counts them"
+                )
             self.skipped_lines += 1
             if len(self.skipped) < _SHOWN_BAD_LINES:
                 self.skipped.append(bad_line)

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,8 +107,15 @@ def _machine() -> Room:
     stated = stated_bytes()
     if stated is None:
         return Room(_meminfo_available(), "MemAvailable of /proc/meminfo")
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[_RESIDENT])
-    return Room(max(stated - resident_pages * os.sysconf("SC_PAGE_SIZE"), 0), HOST_MEMORY_VARIABLE)
+    return Room(max(stated - (resident_bytes() or 0), 0), HOST_MEMORY_VARIABLE)
+
+
+def resident_bytes() -> int | None:
+    """Return the resident memory of this process; None: not known."""
+    with suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_bytes().split()[_RESIDENT])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def _cgroups() -> Iterator[Room]:

@@ -10,7 +10,6 @@ resettable peak of resident memory: peaks shorter than the interval may be misse
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +32,6 @@ HOST_S = 1.0
 """Interval of reading the host's memory under every limit: it costs more than all the rest."""
 
 CURVE_POINTS = 64
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 Sizes: TypeAlias = dict[str, int | None]
@@ -174,7 +172,7 @@ class MemorySampler:
 
 def sampled(device: DeviceMemory | None, pinned: int | None, host: Sizes) -> Sizes:
     """Return a sample: this process's resident memory now, and the other sizes as last read."""
-    sizes = {"rss": resident_bytes(), "pinned": pinned, **host}
+    sizes = {"rss": host_memory.resident_bytes(), "pinned": pinned, **host}
     if device is not None:
         names = ("allocated", "reserved", "inactive", "free")
         sizes |= {name: getattr(device, name) for name in names}
@@ -190,13 +188,6 @@ def _host_sizes() -> Sizes:
     with suppress(KeyError):
         sizes["swap"] = stated["SwapTotal"] - stated["SwapFree"]
     return sizes
-
-
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process; None: not known."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE_BYTES
-    return None
 
 
 def thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:

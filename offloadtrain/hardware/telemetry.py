@@ -22,7 +22,7 @@ import psutil
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events.schema import Event, System
 from offloadtrain.hardware import cgroup
-from offloadtrain.hardware.host_memory import available_bytes, stated_bytes
+from offloadtrain.hardware.host_memory import available_bytes, resident_bytes, stated_bytes
 from offloadtrain.hardware.nvml import Gpu, Nvml
 
 _T = TypeVar("_T")
@@ -97,7 +97,7 @@ class Sampler:
         cpus = psutil.cpu_count() or 0
         return System(
             cpu_percent=_or_default(lambda: self._process.cpu_percent(), 0.0),
-            rss_bytes=_or_default(lambda: self._process.memory_info().rss, 0),
+            rss_bytes=resident_bytes() or 0,
             host_available_bytes=host_available_bytes(),
             host_total_bytes=host_memory_bytes(),
             swap_used_bytes=_or_default(lambda: psutil.swap_memory().used, 0),

@@ -10,8 +10,8 @@ from itertools import takewhile
 
 import torch
 
+from offloadtrain.hardware.host_memory import resident_bytes
 from offloadtrain.hardware.machine import Machine, find, shipped
-from offloadtrain.hardware.memory_sampler import resident_bytes
 from offloadtrain.hardware.telemetry import probe
 from offloadtrain.runtime.device import cpu_bf16_speedup, cpu_has_bf16
 

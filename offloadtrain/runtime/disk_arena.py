@@ -94,7 +94,7 @@ class DiskArena:
             self._file = DirectFile.scratch(self._folder, total)
         except OSError as error:
             raise self._refused(rows, total, str(error.strerror)) from error
-        self._threads = started_pool("disk", 2 * THREADS)
+        self._threads, self._pid = started_pool("disk", 2 * THREADS), os.getpid()
         # Beyond those that move windows: a checksum takes a tenth of the time of its write, and is
         # ready before it.
         self._hashing = started_pool("hash", 2)
@@ -157,6 +157,12 @@ class DiskArena:
             for file, slot in zip(files, slots, strict=True)
             for piece in _pieces(slot, file.data_ptr() - self._base)
         ]
+        if os.getpid() != self._pid:
+            raise DiskError(
+                f"{verb} the scratch file in scratch_dir = '{self._folder}': this process was "
+                "forked from the one that trains, and only that one has the threads that do it. "
+                "Evaluate there, or fork with a copy.deepcopy(model)"
+            )
         # This lane's thread waits for all requests: an event after it stands for the whole bucket.
         try:
             list(self._threads.map(lambda piece: move(*piece), pieces))

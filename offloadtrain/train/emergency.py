@@ -66,7 +66,8 @@ class Emergency:
 
         Raises:
             DeviceLostError: it was saved.
-            DeviceFailedError, DeviceMemoryError: it was not, and why.
+            DeviceFailedError: it was not, and why.
+            DeviceMemoryError: it ran out of memory; whether the step was saved, and what to change.
         """
         try:
             yield
@@ -87,11 +88,12 @@ class Emergency:
                 f" Largest owners of device memory: {', '.join(largest) or 'none'}. Set "
                 f"{' or '.join(_smaller(self._config))}"
             )
-        problem = f"the device failed in step {progress.step + 1}: {problem}"
+        what = "ran out of memory" if full else "failed"
+        problem = f"the device {what} in step {progress.step + 1}: {problem}"
         try:
             self._saving.save(progress, self._salvage(failure, progress))
         except (OffloadTrainError, OSError) as refused:
-            kind = DeviceMemoryError if full else DeviceFailedError
+            kind: type[OffloadTrainError] = DeviceMemoryError if full else DeviceFailedError
             saved = checkpoint.find(self._saving.folder)
             last = (
                 f"The last checkpoint is {saved[0].name}: resume from it with --resume "
@@ -104,7 +106,8 @@ class Emergency:
         if self._config.offload.update == "delayed":
             outcome += ', its newest weights only: update mode "delayed" begins anew'
         self._log.warn("emergency-checkpoint", f"{problem}; {outcome}", progress.step)
-        return DeviceLostError(
+        kind = DeviceMemoryError if full else DeviceLostError
+        return kind(
             f"{problem}\nNothing is lost: {outcome}, without the device. Resume with --resume "
             f"{self._saving.folder.parent}."
         )

@@ -127,7 +127,8 @@ class Trainer:
                 the loss or a weight is not finite, and none was saved.
             CheckpointError: the last checkpoint could not be saved.
             DeviceLostError: the device has failed; the last step was saved.
-            DeviceFailedError, DeviceMemoryError: it was not, and why.
+            DeviceFailedError: it was not, and why.
+            DeviceMemoryError: the device ran out of memory; whether the last step was saved.
         """
         config, self._requests = self.config.train, requests
         # A thread that waits for the device computes nothing, though its processor may spin.

@@ -56,6 +56,10 @@ WRONG_USE = [
     (["trai"], 'Did you mean "train"'),
     (["train"], "JOB requires an argument"),
     (["train", "demo", "--sett", "a=1"], "Did you mean --set"),
+    (["train", "demo", "--set"], "--set requires at least 1"),
+    (["prepare", "--out", "a", "b"], "--out. Arguments are given without names: offloadtrain prep"),
+    (["ctl", "--RUN=a"], "without names: offloadtrain ctl RUN ACTION MESSAGE"),
+    (["nope"] * 9, 'Unknown command "nope"'),
     (["train", "dmo"], "did you mean demo"),
     (["train", "absent.toml"], "absent.toml"),
     (["train", "demo", "--set", "optim.lrr=1"], "did you mean lr"),
@@ -70,6 +74,7 @@ def test_wrong_use_is_2_and_reports_the_reason(capsys: Captured) -> None:
         assert main(arguments) == 2
         out, err = capsys.readouterr()
         assert message in err and out == "" and "Traceback" not in err
+        assert err.count("\n") == 1 + ("train.steps=0" in arguments), "a line for each problem"
     command = [sys.executable, "-m", "offloadtrain", "trai"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and 'Did you mean "train"' in done.stderr

@@ -111,6 +111,18 @@ def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "made before" in capsys.readouterr().err
 
 
+def test_records_that_are_left_out_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More of them than are named."""
+    lines = [json.dumps({"text": "abc"}), "{"] * 12
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    command = ["prepare", f"{tmp_path}/a.jsonl", f"{tmp_path}/out", "--val-fraction", "0"]
+    assert main([*command, "--bad-lines", "skip", "--quiet"]) == 0
+    narrated = capsys.readouterr().err
+    assert "left out: 12 of 24 records" in narrated and narrated.count("a.jsonl:") == 10
+
+
 def test_lengths_are_shown_with_what_each_sequence_would_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

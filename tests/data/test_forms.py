@@ -243,7 +243,7 @@ CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
     ),
     "nobody answers": (tiny.CHATML, CHAT[:2], "no message of the assistant"),
     "the assistant begins": (tiny.CHATML, CHAT[2:], "the assistant speaks first"),
-    "no content": (tiny.CHATML, [{"role": "assistant"}], "speaks first|refuses it"),
+    "no content": (tiny.CHATML, [{"role": "assistant"}], "message number 1, an answer, is empty"),
     "refused": ("{{ raise_exception('never') }}", CHAT, r"refuses it \(never\)"),
     "no role": (tiny.CHATML, [{"content": "a"}], 'each message must be {"role"'),
     "text": (tiny.CHATML, "what", r"no conversation: it needs .*there is 'messages'"),
@@ -306,7 +306,7 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
     rows = [shapes[0][0], bad[0], shapes[3][0], bad[1], {"messages": CHAT}]
     source = _jsonl(tmp_path / "mixed", rows)
     with pytest.raises(
-        DataError, match=r"mixed.jsonl:2: no message .*\n`prepare --bad-lines skip`"
+        DataError, match=r"mixed.jsonl:2: no message .*\nCorrect it, or let `prepare --bad-lines"
     ):
         prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
     prepared = prepare(
@@ -319,6 +319,10 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
     nulls = [
         ({**alpaca, "input": 5}, "its input is no text: 5"),
         ({"conversations": [*in_turns[:2], {"from": "gpt", "value": None}]}, "each message must"),
+        ({**alpaca, "output": " \n"}, "message number 2, an answer, is empty"),
+        ({"messages": [question, {"role": "assistant", "content": None}]}, "number 2, an answer"),
+        ({"prompt": [question], "completion": [{**answer, "content": ""}]}, "an answer, is empty"),
+        ({"prompt": "what?", "completion": ""}, "its completion is empty"),
     ]
     for number, (row, problem) in enumerate(nulls):
         source = _jsonl(tmp_path / f"null{number}", [row])

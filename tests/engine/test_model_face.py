@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 import offloadtrain as ot
+from offloadtrain.config.errors import ModelError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from tests import levels
 from tests.numerics.models import MODELS, Chain, Frozen, batches, loss_of
@@ -106,6 +107,19 @@ def test_a_copy_holds_the_newest_weights(
     ]
     optimizer.backward(loss_of(net, batches(1)[0]))
     optimizer.step()
+
+
+def test_a_shallow_copy_is_refused_in_one_line_and_the_model_goes_on() -> None:
+    net = Chain()
+    optimizer = offloaded(net, working="host")
+    for module in (net, net.layers[1]):
+        with pytest.raises(ModelError, match=r"is a shallow copy \(copy.copy\)"):
+            copy.copy(module)(batches(1)[0])
+    optimizer.backward(loss_of(net, batches(1)[0]))
+    optimizer.step()
+    assert optimizer.last_step.step == 1
+    optimizer.close()
+    copy.copy(net)(batches(1)[0])
 
 
 def test_ties_frozen_parameters_and_buffers() -> None:

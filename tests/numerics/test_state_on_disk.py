@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import signal
 from contextlib import suppress
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
@@ -151,6 +152,22 @@ def test_host_memory_does_not_grow_with_the_model(disk: dict[str, Any], state: s
 def test_the_file_has_no_name(disk: dict[str, Any], tmp_path: Path) -> None:
     optimizer = trained(3, **disk)
     assert list(tmp_path.iterdir()) == []
+    optimizer.close()
+
+
+def test_a_forked_child_is_refused_and_does_not_hang(disk: dict[str, Any]) -> None:
+    """It has the file, but no thread that moves it; its writes would be to the parent's state."""
+    optimizer = trained(3, **disk, working="disk")
+    if (child := os.fork()) == 0:
+        signal.alarm(60)  # ends a child that hangs
+        try:
+            optimizer.model(batches(1)[0])
+        except DiskError as error:
+            os._exit(0 if "was forked from the one that trains" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    train(optimizer, optimizer.model, batches(1))
     optimizer.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offloadtrain.config.errors import HostMemoryError, InputError
-from offloadtrain.hardware import host_memory, memory_sampler, telemetry
+from offloadtrain.hardware import host_memory, telemetry
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneEvent, SequentialLanes, copy
 from offloadtrain.step.layout.buffers import BufferSpec
@@ -82,7 +82,7 @@ def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "128GiB")
     assert telemetry.host_memory_bytes() == 128 << 30
     used_bytes = (128 << 30) - host_memory.available_bytes()
-    assert used_bytes == pytest.approx(memory_sampler.resident_bytes(), rel=0.05)
+    assert used_bytes == pytest.approx(host_memory.resident_bytes(), rel=0.05)
     arena.map(requests)
     monkeypatch.setattr(host_memory, "_cgroups", lambda: [host_memory.Room(1 << 20, "memory.max")])
     assert host_memory.available_bytes() == 1 << 20

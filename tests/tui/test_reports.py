@@ -70,7 +70,9 @@ def test_watched_status_has_a_line_per_change(
     assert "! x" in shown[2] and "\x1b" not in shown[2] and "!" not in shown[1]
 
 
-def test_runs_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_and_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "20260101-000000-a", plain(30))
     write(tmp_path / "20260201-000000-b", plain(40))
     assert main(["runs", str(tmp_path)]) == 0
@@ -82,8 +84,11 @@ def test_runs_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(x)["step"] for x in capsys.readouterr().out.splitlines()] == [40, 30]
     assert main(["runs", str(tmp_path / "none")]) == 2
     assert "no runs in" in capsys.readouterr().err
-    folder = write(tmp_path / "run", unlucky())
+    folder, readers = write(tmp_path / "run", unlucky()), []
+    real = reports.RunReader
+    monkeypatch.setattr(reports, "RunReader", lambda run: readers.append(run) or real(run))
     assert main(["events", str(folder)]) == 0
+    assert len(readers) == 1, "the log is read once"
     out = capsys.readouterr().out
     assert "skips: 2 steps in a row" in out and "note done" in out
     assert "\x1b" not in out and "\x07" not in out

@@ -127,9 +127,16 @@ def show_events(
     run_path = _find(run, runs_dir)
     if run_path is None:
         return USAGE
-    for text in (_raw if json_ else _event_lines)(run_path, follow=follow):
-        print(text, flush=follow)
-    return DONE if _tell_problem(RunReader(run_path).read_to_end(time.time())) else USAGE
+    if json_:
+        for text in _raw(run_path, follow=follow):
+            print(text, flush=follow)
+        snapshot = RunReader(run_path).read_to_end(time.time())
+    else:
+        shown: Counter[int] = Counter()
+        for snapshot in _snapshots(run_path, _FOLLOW_EVERY_S if follow else None):
+            for text in _new_lines(snapshot, shown):
+                print(text, flush=follow)
+    return DONE if _tell_problem(snapshot) else USAGE
 
 
 def ctl(
@@ -328,16 +335,15 @@ def _snapshots(run: RunPath, every_s: float | None) -> Iterator[Snapshot]:
         time.sleep(every_s)
 
 
-def _event_lines(run: RunPath, *, follow: bool) -> Iterator[str]:
-    """Yield every moment once, the oldest first."""
-    shown: Counter[int] = Counter()
-    for snapshot in _snapshots(run, _FOLLOW_EVERY_S if follow else None):
-        fresh: list[Moment] = []
-        for view in snapshot.views:
-            rank = view.history.rank
-            fresh += view.moments[shown[rank] :]
-            shown[rank] = len(view.moments)
-        yield from map(moment_line, sorted(fresh, key=lambda moment: moment.time_s))
+def _new_lines(snapshot: Snapshot, shown: Counter[int]) -> Iterator[str]:
+    """Yield the moments that are new since the last call, the oldest first; `shown` counts those
+    of each rank."""
+    fresh: list[Moment] = []
+    for view in snapshot.views:
+        rank = view.history.rank
+        fresh += view.moments[shown[rank] :]
+        shown[rank] = len(view.moments)
+    yield from map(moment_line, sorted(fresh, key=lambda moment: moment.time_s))
 
 
 def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:

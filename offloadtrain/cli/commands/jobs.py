@@ -174,6 +174,9 @@ def prepare(
         )
     for line in done.skipped:
         print(f"left out: {line}", file=sys.stderr)
+    if done.skipped_lines:
+        read = done.skipped_lines + done.train_documents + done.val_documents
+        print(f"left out: {done.skipped_lines} of {read} records", file=sys.stderr)
     if done.remark:
         print(f"warning: {done.remark}", file=sys.stderr)
     what = "found, made before from the same source" if done.reused else "written"

@@ -38,7 +38,7 @@ FIRST_SAID_S = 1.0
 """Silence before the first line that says what a command does."""
 
 Several: TypeAlias = Annotated[
-    tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)
+    tuple[str, ...], Parameter(consume_multiple=1, negative=(), show_default=False)
 ]
 
 Traces: TypeAlias = dict[bool, tuple["Config", "Trace"]]

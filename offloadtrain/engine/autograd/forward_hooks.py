@@ -83,6 +83,14 @@ class _HookedModule:
     running: list[_Running] = field(default_factory=list)
 
 
+class _HookedModules(dict[nn.Module, _HookedModule]):
+    def __missing__(self, module: nn.Module) -> _HookedModule:
+        raise ModelError(
+            f"this {type(module).__name__} is a shallow copy (copy.copy) of a module that is "
+            "offloaded: call that module itself, or a copy.deepcopy of it"
+        )
+
+
 class ForwardHooks:
     """The hooks of every module whose forward reads weights."""
 
@@ -115,7 +123,7 @@ class ForwardHooks:
         self._blocks = blocks
         self._is_first = True
         """No forward of the model has ended."""
-        self._hooked: dict[nn.Module, _HookedModule] = {}
+        self._hooked = _HookedModules()
         self._running: list[_Running] = []
         """All forwards in progress, the innermost last."""
         self._handles: list[RemovableHandle] = []
@@ -217,8 +225,8 @@ class ForwardHooks:
     @engine_code
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
-        hooked = self._hooked[module]
-        if not hooked.running:
+        hooked = self._hooked.get(module)
+        if hooked is None or not hooked.running:
             return
         running = hooked.running.pop()
         # Where forward has raised.

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-import threading
 from collections.abc import Iterator, Set
 from functools import cache
 from pathlib import Path
-from types import FrameType
 
 import pytest
-import torch
-from torch import nn
-
-import offloadtrain as ot
-from offloadtrain.step.program.operations import Lane
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-WALKS = ("A gradient's way", "A job key's way", "An event's way to a pixel")
 FOLDERS = ("offloadtrain", "tui", "native", "tests", "benchmarks", "tools", "examples", "docs")
 NOTE = re.compile(r"\[Note:\s+([^\]]+)\]")
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|h|cpp|md|toml|tcss))`")
@@ -52,53 +43,6 @@ def notes() -> dict[str, set[str]]:
     return found
 
 
-def walk(title: str) -> list[tuple[str, str]]:
-    """(file, what is said of it) of each step of a walk."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    part = page.split(f"### {title}\n")[1].split("\n#")[0]
-    return re.findall(r"^\d+\. \[.*?\]\(\.\./(.+?)\):(.*?)(?=\n\d+\. |\n\n|\Z)", part, re.M | re.S)
-
-
-@pytest.mark.parametrize("title", WALKS)
-def test_a_walk_names_what_is_in_each_file(title: str) -> None:
-    steps = walk(title)
-    assert len(steps) >= 6
-    for file, told in steps:
-        names = re.findall(r"`([A-Za-z_][\w.]*)`", told)
-        assert names, file
-        missing = [n for n in names for one in n.split(".") if not has_word(file, one)]
-        assert missing == [], file
-
-
-def has_word(file: str, word: str) -> bool:
-    return re.search(rf"\b{word}\b", sources()[file]) is not None
-
-
-def test_the_way_of_a_gradient_is_that_of_a_real_one() -> None:
-    """The files of the walk, in the order in which a step first calls a function of each."""
-    walk_files = [file for file, _ in walk(WALKS[0])]
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    optimizer = ot.offload(model, device="cpu", clip_norm=1.0)
-    first_calls: dict[str, None] = {}
-
-    def record(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            first_calls.setdefault(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
-
-    for _ in range(2):  # the first step is special
-        loss = model(torch.ones(2, 4)).square().mean()
-        sys.setprofile(record)
-        threading.setprofile(record)
-        first_calls.clear()
-        optimizer.backward(loss)
-        optimizer.step()
-        sys.setprofile(None)
-        threading.setprofile(None)
-    optimizer.close()
-    # `Engine.backward` comes before the hook, which is the first of the walk.
-    assert [file for file in first_calls if file in walk_files] == walk_files
-
-
 def test_files_and_notes_that_pages_name_are_there() -> None:
     for page in PAGES:
         text = flat(page.read_text())
@@ -109,40 +53,9 @@ def test_files_and_notes_that_pages_name_are_there() -> None:
             assert any(path.endswith(file) for path in notes()[note]), (note, file)
 
 
-def test_names_said_to_be_in_a_file_are_in_it() -> None:
-    said = re.compile(r"`([A-Za-z_][\w.]*)`(?: in| of|,) `([\w/]+/\w+\.py)`")
-    found = [one for page in PAGES for one in said.findall(flat(page.read_text()))]
-    assert len(found) >= 5
-    for name, file in found:
-        there = [path for path in sources() if f"/{path}".endswith(f"/{file}")]
-        parts = name.split(".")
-        assert any(all(has_word(path, one) for one in parts) for path in there), (name, file)
-
-
 def _is_there(file: str) -> bool:
 
     return any(f"/{path}".endswith(f"/{file}") for path in sources())
-
-
-def test_the_page_names_every_file_that_lists_lanes() -> None:
-    page = (ROOT / "docs/extending.md").read_text()
-    section = page.split("## Add a lane\n")[1].split("\n## ")[0]
-    code = {p: text for p, text in sources().items() if p.startswith(("offloadtrain/", "tui/"))}
-    lists = [
-        path
-        for path, text in code.items()
-        if sum(f'"{lane}"' in text or f"Lane.{lane.name}" in text for lane in Lane) >= 8
-    ]
-    assert len(lists) >= 8
-    assert [path for path in lists if path.endswith(".py") and path not in section] == []
-
-
-def test_what_is_not_there_is_seen() -> None:
-
-    assert not _is_there("engine/nothing.py") and not _is_there("gine/engine.py")
-    assert _is_there("engine/engine.py")
-    assert "Nothing of this kind" not in notes()
-    assert not has_word("offloadtrain/engine/engine.py", "deliv")
 
 
 WAITS = {"launch", "wait", "host_wait", "record", "needs", "overwrites", "reuse", "alloc"}

@@ -5,7 +5,6 @@ Planned and allocated bytes of each division are compared in `test_divisions.py`
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,38 +14,30 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from offloadtrain.cli.main import main
-from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import shared
-from offloadtrain.config.job import Config, problems_of_ranks
-from offloadtrain.config.model_shape import flops_per_token
+from offloadtrain.config.job import problems_of_ranks
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.model.transformer import Transformer
 from offloadtrain.parallel import expert_parallel
 from offloadtrain.parallel.pipeline.plan import times_of
-from offloadtrain.plan.automatic import FULL
-from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
+from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import as_json, text
 from offloadtrain.plan.search.compare import compare
 from offloadtrain.plan.search.suggest import applied, choices_of, nearest, single_changes
-from offloadtrain.plan.search.why import why
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.process_group import Ranks, all_to_all_single
-from offloadtrain.step.layout.buffer_table import device_bytes
 from offloadtrain.train import dry_run
-from offloadtrain.train.build import assemble, offload_job
+from offloadtrain.train.build import assemble
 from offloadtrain.train.losses import loss_of
 from tests.distributed.conftest import Run
-from tests.distributed.divisions import DIVISIONS, INTERLEAVED, STAGES, TWO_VERSIONS, ZERO_3
+from tests.distributed.divisions import DIVISIONS, INTERLEAVED, TWO_VERSIONS
 from tests.distributed.rank_jobs import ANY_DEVICE, BF16, Options, job_of, newest, train
 from tests.distributed.test_division_rules import divided_job
-from tests.distributed.test_divisions import GPT2, STREAMED
+from tests.distributed.test_divisions import GPT2
 from tests.plan.test_memory import GPT, booked, job, planned
 from tests.plan.tracing.measured import most_allocated
-from tests.train.small_job import write_text
 
 DEEP_INTERLEAVED: Options = INTERLEAVED | {"model.num_layers": 8}
 OFFLOADED: Options = {"offload.activation": '"offload"', "offload.recompute_blocks": 1}
@@ -102,14 +93,6 @@ def test_groups_of_a_host_gather_inside_of_it() -> None:
     assert {system for system in rows if rows[system] != plain_rows[system]} == {"offloadtrain"}
 
 
-def test_hosts_of_a_group() -> None:
-    for width, groups, gpus, hosts in (
-        *((4, 1, 4, 1), (4, 2, 4, 1), (8, 2, 4, 2)),
-        *((6, 1, 8, 1), (6, 2, 8, 2), (2, 8, 8, 1)),
-    ):
-        assert most_hosts(width, groups, gpus) == hosts
-
-
 def test_state_that_does_not_fit_in_every_host_is_divided_among_all() -> None:
     """The plan suggests to give up the copies."""
     job = divided_job("groups", **BF16 | ANY_DEVICE)
@@ -120,35 +103,6 @@ def test_state_that_does_not_fit_in_every_host_is_divided_among_all() -> None:
     changes = nearest(job, name, short, 4)
     assert not make(job, name, short, 4).fits
     assert any(change.keys == {"ranks.shard": 0} and change.plan.fits for change in changes)
-
-
-def test_why_plans_with_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And not with those of one group, whose changes would be those of a smaller job."""
-    sizes: list[int] = []
-
-    def changes(job: object, name: str, machine: Machine, ranks: int, trace: object) -> list[Any]:
-        sizes.append(ranks)
-        return []
-
-    monkeypatch.setattr("offloadtrain.plan.search.why.single_changes", changes)
-    why(make(divided_job("groups"), *find("cpu2"), 4))
-    assert sizes == [4]
-
-
-@pytest.mark.slow
-def test_shards_of_experts_count_in_a_limit_of_the_device() -> None:
-    """Stage 3, every 2 ranks with all experts: blocks that fit in addition stay, and no others."""
-    options, size = ZERO_3 | {"model.num_layers": 8, "model.d_ff": 512}, 4
-    free = make(divided_job("experts", **options), *find("cpu2"), size)
-    least, resident = sum(free.engine_device.values()), []
-    for more in range(0, 12 << 20, 512 << 10):
-        limit = {"offload.device_memory_limit": f'"{least + more} B"'}
-        spec = make(divided_job("experts", **options | limit), *find("cpu2"), size).placed.spec
-        assert device_bytes(spec) <= least + more
-        resident.append(8 - len([name for name in spec.streamed if name.startswith("blocks")]))
-    assert resident == sorted(resident) and resident[0] == 0 and resident[-1] == 8
 
 
 def test_tokens_on_their_way_by_hand() -> None:
@@ -207,54 +161,6 @@ def test_a_job_that_does_not_fit_should_divide_its_experts() -> None:
     )
     plain = divided_job("one rank", **ANY_DEVICE)
     assert choices_of(plain, 4)["ranks.expert"] == (1,)
-
-
-@pytest.mark.slow
-def test_state_that_fills_a_device_leaves_room_for_more_tokens() -> None:
-    job = jobs.load(Path(__file__).parents[2] / "examples/mixtral_8x7b.toml")
-    plan = make(job, *find("h100"), 8)
-    used, room = sum(plan.device.values()), plan.device_room * FULL
-    assert used + plan.activations.total <= room  # those of twice as many
-    assert used + plan.activations.total > 0.9 * room  # and state fills the rest
-    assert plan.host_peaks["step"] < plan.host_room
-
-
-def rows_of_search(
-    data: Path, capsys: pytest.CaptureFixture[str], name: str, gpus: int = 4, **options: Any
-) -> tuple[int, Any]:
-    """Return the exit code of `plan --search`, and its rows or its error."""
-    path = data / "job.toml"
-    path.write_text(jobs.dump(divided_job(name, data, **options)))
-    command = ["plan", str(path), "--gpus", f"{gpus}", "--machine", "cpu2", "--search", "--json"]
-    code = main(command)
-    printed = capsys.readouterr()
-    return code, printed.err if code else json.loads(printed.out)["rows"]
-
-
-@pytest.mark.slow
-def test_a_search_of_pipelines_respects_the_other_divisions(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It keeps parts, makes no groups, and a stage has at least as many ranks as hold all
-    experts."""
-    code, error = rows_of_search(data, capsys, "groups")
-    assert code == 2 and "one copy of their state. Set ranks.shard = 0" in error
-    code, rows = rows_of_search(data, capsys, "stages, parts")
-    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 2), (2, 1)} and not code
-    code, error = rows_of_search(data, capsys, "stages, parts", gpus=3)
-    assert code == 2 and "ranks.tensor = 2 and 3 ranks" in error
-    deep = {"model.num_layers": 8, "model.router_aux_loss_coef": 0.0, "train.grad_accum_steps": 8}
-    deep |= {"model.tie_embeddings": "false", "offload.activation": '"keep"'}
-    code, rows = rows_of_search(data, capsys, "experts", **deep)
-    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 4), (2, 2)} and not code
-    for row in rows:
-        keys = dict(pair.split("=") for pair in row["keys"].split())
-        plan = make(divided_job("experts", **deep | keys), *find("cpu2"), 4)
-        assert sum(plan.device.values()) == row["device_bytes"]
-        assert {bucket.ranks for bucket in plan.placed.spec.buckets} == {
-            row["replicas"],
-            row["replicas"] // 2,
-        }
 
 
 def in_turn(logits_ND: torch.Tensor, experts: int) -> torch.Tensor:
@@ -323,31 +229,6 @@ def test_traffic_among_parts_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_traffic_of_parts_with_experts_by_hand() -> None:
-    """A sum of attention forward and one backward in each layer, and one where it runs again."""
-    for activation, sums in (("keep", 4), ("recompute", 6)):
-        job = divided_job("parts, experts", **{"offload.activation": f'"{activation}"'})
-        plan = make(job, *find("cpu2"), 4)
-        part = plan.placed.config.train
-        rows = part.micro_batch * 32
-        assert AmongParts(plan.placed, plan.machine).sums == sums
-        assert plan.prediction.parts_bytes == sums * rows * 32 * 4 * part.grad_accum_steps
-        exchanges = 8 if activation == "keep" else 12
-        sent = exchanges * rows * 2 * 32 * 4 // 2 * part.grad_accum_steps
-        assert plan.prediction.experts_bytes == sent
-        assert "each rank holds 1/2 of attention's matrices" in text(plan)
-        assert "each rank holds 2 of 4 experts of a layer" in text(plan)
-        # Each part computes all experts of its tokens: so many FLOPs are none of the model's.
-        model, layers = job.model, job.model.num_layers
-        chosen = 2.0 * model.d_model * (4 + model.experts_per_token * 3 * model.ff_width)
-        layer = flops_per_token(replace(model, vocab_size=0), 32) / layers / 3
-        again = 3 * chosen / 2 + (0 if activation == "keep" else (layer - chosen) / 2 + chosen)
-        useful = flops_per_token(replace(model, vocab_size=0), 32) / 2 + 6 * 256 * model.d_model
-        ratio = plan.prediction.hardware_tflops / plan.prediction.tflops
-        assert ratio == pytest.approx(1 + layers * again / useful)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, DEEP_INTERLEAVED, TWO_VERSIONS], ids=("1f1b", "x2", "2bw"))
 def test_traffic_within_a_stage_by_hand(options: Options) -> None:
     """Each part sends its undivided activations to the next stage, and two sums forward and two
@@ -372,21 +253,6 @@ def test_traffic_within_a_stage_by_hand(options: Options) -> None:
 
 
 @pytest.mark.slow
-def test_parts_of_a_stage_fill_hosts_one_by_one() -> None:
-    """Stages of 2 replicas in 2 parts, on hosts of 2 and of 4: where each link lies."""
-    job = divided_job("stages, parts", **BF16 | ANY_DEVICE)
-    name, machine = find("h100")
-    for gpus, between, sharing in ((8, False, 0), (4, True, 4), (2, True, 2)):
-        hosts = replace(machine, gpus=gpus, node_link_gbps=1.0)
-        plan = make(job, name, hosts, 8)
-        times = times_of(plan)
-        assert times is not None
-        (link,) = times.links
-        assert link.between_hosts is between
-        if between:
-            assert link.seconds == pytest.approx(link.nbytes * sharing / 1e9)
-
-
 def test_the_dry_run_of_a_rank_is_the_sum_of_its_stages() -> None:
     job = divided_job("interleaved", **{"train.micro_batch": 4, "offload.zero_stage": 1})
     plans = [make(job, *find("cpu2"), 4, stage=place) for place in range(2)]
@@ -424,49 +290,6 @@ def test_the_dry_run_of_each_stage_is_its_plan(options: Options) -> None:
 
 
 @pytest.mark.slow
-def test_the_dry_run_of_streamed_stages_is_their_plan() -> None:
-    """Both versions are on the host; the device has one of them."""
-    job = divided_job("2bw", **STREAMED | {"train.micro_batch": 4} | OFFLOADED)
-    plans = [make(job, *find("cpu2"), 4, stage=stage) for stage in range(2)]
-    for plan in plans:
-        assert "free of races" in dry_run.check(plan)
-    spec, host = plans[0].placed.spec, plans[0].placed.host()
-    streamed = [bucket.shard_bytes for bucket in spec.buckets if spec.loads_in_turn(bucket)]
-    assert streamed and host["weights snapshot"] == host["pending weights"] == sum(streamed)
-
-
-@pytest.mark.slow
-def test_the_plan_is_of_a_part(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The model is traced with half of each matrix."""
-    write_text(tmp_path)
-    path, busy = tmp_path / "job.toml", []
-    for parts in (1, 2):
-        path.write_text(jobs.dump(job_of(tmp_path, hf="Llama", **{"ranks.tensor": parts})))
-        command = ["plan", str(path), "--gpus", str(parts), "--machine", "cpu2", "--json"]
-        assert main(command) == 0
-        busy.append(json.loads(capsys.readouterr().out)["step"])
-    assert 0.0 < busy[1]["busy_s"]["compute"] < busy[0]["busy_s"]["compute"]
-    assert busy[1]["parts_bytes"] == 4 * 4 * (2 * 32 * 32 * 2) * 4  # bf16, 4 sums of 4 layers
-
-
-@pytest.mark.slow
-def test_the_layout_of_each_stage_is_the_planned_one(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    name, machine = find("cpu2")
-    for kind, each in (("Llama", "[2,3]"), ("Gemma2", '"auto"'), ("GPT2", "[3,2]")):
-        uneven = STAGES | {"hf.num_hidden_layers": 5, "ranks.layers_per_stage": each}
-        job = job_of(tmp_path, hf=kind, **uneven)
-        for stage in range(2):
-            plan = make(job, name, machine, 2, stage=stage)
-            assert "as planned" in dry_run.check(plan)
-        undivided = make(replace(job, ranks=RanksConfig()), name, machine, 1)
-        assert plan.checkpoint_bytes == undivided.checkpoint_bytes
-
-
-@pytest.mark.slow
 def test_parameters_that_parts_have_in_common_are_planned_once(
     ranks: Run, tmp_path: Path, data: Path
 ) -> None:
@@ -494,40 +317,3 @@ def test_of_tables_in_shards(ranks: Run, working: str) -> None:
     unsharded = planned(replace(config, offload=config.offload.replace(keep_whole=("*",))), 4)
     on_device = [sum(tiers["device"].values()) for tiers in (sharded, unsharded)]
     assert on_device[1] - on_device[0] > (0.9 if working == "host" else 0.4) * 2 * table
-
-
-def moved(config: Config) -> tuple[int, int, int]:
-    """Bytes of a step of many: down, up, to other ranks."""
-    torch.manual_seed(0)
-    model = Transformer(config.model)
-    optimizer = offload_job(model, config, torch.device("cpu"))
-    size = (config.train.micro_batch, config.data.seq_len)
-    for _ in range(3):
-        for _ in range(config.train.grad_accum_steps):
-            tokens = torch.randint(config.model.vocab_size, size)
-            optimizer.backward(model(tokens, tokens))
-        optimizer.step()
-    report = optimizer.last_step
-    optimizer.close()
-    assert report is not None
-    return report.d2h_bytes, report.h2d_bytes, report.comm_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("working", "tied", "accum"),
-    [("device", True, 1), ("host", True, 2), ("device", False, 2), ("host", False, 1)],
-)
-def test_what_moves_of_tables(ranks: Run, working: str, tied: bool, accum: int) -> None:
-    """A tied embedding is loaded a second time, for the head, where positions share its slot."""
-    shape = GPT | {"tie_embeddings": tied, "max_seq_len": 32}
-    config = job(
-        shape,
-        offload__zero_stage=3,
-        offload__working=working,
-        train__grad_accum_steps=accum,
-        train__micro_batch=4,
-    )
-    prediction = make(config, "job", find("cpu2")[1], 4).prediction
-    planned_bytes = (prediction.d2h_bytes, prediction.h2d_bytes, prediction.comm_bytes)
-    assert ranks(4, moved, shared(config, 4)) == [planned_bytes] * 4

@@ -187,19 +187,6 @@ def test_nproc_listens_on_loopback_only(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_without_a_launcher_listen_at_master_addr(job: Path) -> None:
-    """MASTER_ADDR is the address of the store, and not only its name."""
-    with started(job, "backward", 1, step=100000) as processes:
-        logs = [job.parent / "run" / "events" / f"rank00{rank}.jsonl" for rank in range(2)]
-        deadline = time.monotonic() + WITHIN_S
-        while not all(log.exists() and b'"k":"step"' in log.read_bytes() for log in logs):
-            assert all(p.is_alive() for p in processes) and time.monotonic() < deadline
-            time.sleep(0.05)
-        addresses = listening([process.pid for process in processes if process.pid])
-    assert addresses and addresses <= LOOPBACK
-
-
-@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_the_job_comes_back(job: Path, tmp_path: Path) -> None:
     least = ("--set", f"train.hang_timeout_s={HANG_S}")
     arguments = ("--nproc", "2", "--max-restarts", "1", *least)
@@ -340,25 +327,6 @@ class Board:
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
-
-
-@pytest.mark.usefixtures("looks_often")
-def test_a_host_that_falls_silent() -> None:
-    """A rank of another host is known by what it says only."""
-    board, now = Board(), [0.0]
-    board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
-    lost: list[str] = []
-    failures = FailureDetector(board, RankInfo(0, 2), lost.append, clock=lambda: now[0])
-    for beat in range(5):  # it lives, whatever the clock says
-        now[0] += 15.0
-        board.set("beat1", str(beat))
-        board.wait_for_a_look()
-    assert failures.cause(0.0) is None
-    while not lost:
-        now[0] += 5.0
-        board.wait_for_a_look(lambda: lost)
-    assert "rank 1 (pid 7 on elsewhere) is silent" in lost[0]
-    assert failures.cause() == lost[0] == board.get("failed").decode()
 
 
 class Reporter:

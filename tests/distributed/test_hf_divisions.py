@@ -16,7 +16,6 @@ from benchmarks.round_trip import different_weights
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
-from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.train.build import assemble
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import STAGES, TENSOR
@@ -47,31 +46,6 @@ def test_ranks_with_other_batches_draw_other_numbers(ranks: Run, data: Path, ini
     assert first != second
     first, second = ranks(2, next_random_number, data, **options, **TENSOR)
     assert first == second
-
-
-def count_divided(data: Path, **options: Any) -> tuple[int, int]:
-    """Return how many parameters this rank holds a part of, and how many there are."""
-    ranks = Ranks.of(None, torch.device("cpu"))
-    context = assemble(job_of(data, **options), ranks=ranks)
-    params = [parameter for _, parameter in context.model.module.named_parameters()]
-    divided = sum(is_distributed(param) and not is_replicated(param) for param in params)
-    context.optimizer.close()
-    ranks.close()
-    return divided, len(params)
-
-
-def is_replicated(param: Any) -> bool:
-    return all(placement.is_replicate() for placement in param.placements)
-
-
-@pytest.mark.slow
-def test_matrices_and_their_biases_are_divided(ranks: Run, data: Path) -> None:
-    """Seven matrices of every layer, and the biases of Qwen2's queries, keys and values."""
-    for kind, in_layer, norms in (("Llama", 7, 2), ("Qwen2", 10, 2)):
-        options = {"hf": kind} | FP32 | TENSOR
-        job_of(data, **options)
-        expected = (4 * in_layer, 4 * (in_layer + norms) + 3)
-        assert ranks(2, count_divided, data, **options) == [expected] * 2
 
 
 def names_read(folder: Path, data: Path) -> set[str]:
@@ -155,29 +129,3 @@ def test_a_rank_that_cannot_save_is_named_on_every_rank(ranks: Run, folder: Path
     first, second = ranks(2, refused, folder, zero_stage=3)
     assert first.startswith("FileExistsError") and "is not empty" in first
     assert second.startswith("RankError: rank 0 could not save: FileExistsError")
-
-
-def train_checkpointed(**options: Any) -> list[tuple[float, float]]:
-    """Losses and norms on one rank; the packages are its own to import."""
-    from benchmarks.architectures.models import ARCHITECTURES
-    from benchmarks.architectures.training import train_offloaded
-    from tests.integrations.test_transformers import checkpointed
-
-    architecture = ARCHITECTURES["llama"]
-    if "use_reentrant" in options:
-        architecture = checkpointed(architecture, options.pop("use_reentrant"))
-    trained = train_offloaded(architecture, 3, **options)
-    return [*zip(trained.losses[::2], trained.norms, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("working", "use_reentrant"), [("device", True), ("host", False)])
-def test_checkpointing_over_shards_has_the_bits_of_weights_on_every_rank(
-    ranks: Run, working: str, use_reentrant: bool
-) -> None:
-    expected = ranks(2, train_checkpointed, zero_stage=2)
-    sharded = ranks(
-        2, train_checkpointed, zero_stage=3, working=working, use_reentrant=use_reentrant
-    )
-    assert sharded == expected
-    assert all(loss == loss for loss, _ in sharded[0])

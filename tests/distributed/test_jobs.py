@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
 
 from offloadtrain.events import alerts, schema
-from offloadtrain.model.layers import own_draws
 from offloadtrain.parallel.pipeline.language_model import PipelinedModel
 from offloadtrain.plan import automatic
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
-from offloadtrain.runtime.tensor_parts import PartError, Range, is_distributed, share_of
+from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.train import build
 from offloadtrain.train.build import assemble
-from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.losses import loss_of
 from offloadtrain.train.progress import StepStats
 from offloadtrain.train.signals import StopRequests
-from offloadtrain.train.trained_model import open_saved
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
-from tests.distributed.divisions import DEEP, DEEPER, INTERLEAVED, SMALL, STAGES, TENSOR
+from tests.distributed.divisions import DEEPER, INTERLEAVED, SMALL, TENSOR
 from tests.distributed.rank_jobs import (
     CONSTANT,
     FP32,
@@ -141,28 +136,6 @@ def test_the_rank_that_arrives_last_is_visible() -> None:
     assert stats.own_ms == (65.0, 67.0, 100.0)
 
 
-@pytest.mark.slow
-def test_weights_are_read_from_the_shards_of_a_checkpoint(
-    ranks: Run, tmp_path: Path, data: Path
-) -> None:
-    """The same weights as those of an engine of one rank that was restored from it."""
-    small = {"train.steps": 2, "train.eval_every": 0, "offload.state": '"int8"'}
-    ranks(2, train, tmp_path / "run", data, **small)
-    saved = open_saved(tmp_path / "run")
-    assert any(
-        entry.hi - entry.lo < math.prod(entry.shape) for entry in saved.checkpoint.manifest.entries
-    )
-    context = assemble(job_of(data, **small))
-    delayed = restore(saved.checkpoint, context.model.module, context.optimizer)
-    context.optimizer.finish_load(**saved.checkpoint.state["optimizer"], delayed=delayed)
-    weights = dict(saved.weights())
-    masters = dict(context.optimizer.master_weights())
-    assert weights.keys() == masters.keys()
-    for name, master in masters.items():
-        assert torch.equal(weights[name], master), name
-    context.optimizer.close()
-
-
 @dataclass(frozen=True)
 class PartRun:
     """Three steps of one rank: its losses, and the masters of parameters that are not divided."""
@@ -200,51 +173,6 @@ def test_parts_do_not_drift_apart(ranks: Run, data: Path) -> None:
     runs: list[PartRun] = ranks(4, train_part, data, **options)
     assert runs[0] == runs[1] and runs[2] == runs[3]
     assert runs[0].losses != runs[2].losses and len(runs[0].shared_masters) > 8
-
-
-def test_parts_draw_their_own_random_numbers() -> None:
-    """And the same ones afterwards; in a recompute the same ones again."""
-    inside, afterwards = [], []
-    for part in (0, 1, 0, None):
-        torch.manual_seed(3)
-        with own_draws(part, torch.device("cpu")):
-            inside.append(torch.rand(4))
-        afterwards.append(torch.rand(4))
-    assert torch.equal(inside[0], inside[2]) and not torch.equal(inside[0], inside[1])
-    assert all(torch.equal(numbers, afterwards[0]) for numbers in afterwards[:3])
-    torch.manual_seed(3)
-    assert torch.equal(inside[3], torch.rand(4))
-
-
-class _Mesh:
-    def size(self) -> int:
-        return 2
-
-    def get_local_rank(self) -> int:
-        return 1
-
-
-class _Matrix:
-    """The part of a DTensor that `share_of` reads: a matrix, or a stack of two, over two ranks."""
-
-    def __init__(self, stride: tuple[int, ...], dim: int) -> None:
-        self.shape = (6, 4) if len(stride) == 2 else (2, 6, 4)
-        self.device_mesh, self.placements = _Mesh(), [Shard(dim)]
-        self.stride = lambda: stride
-
-
-def test_a_part_that_is_no_range_of_memory_is_refused() -> None:
-    """Such as the columns of a matrix that lies row by row. Only loops of a user make them."""
-    assert share_of("w", _Matrix((4, 1), 0)).ranges == (Range(0, 12, 12),)
-    assert share_of("w", _Matrix((1, 6), 1)).ranges == (Range(0, 12, 12),)
-    rows = share_of("w", _Matrix((4, 1), 0), (4, 2)).ranges
-    assert rows == (Range(0, 8, 8), Range(8, 20, 4))
-    experts = share_of("w", _Matrix((24, 4, 1), 1), (4, 2)).ranges
-    assert experts == (Range(0, 8, 8), Range(8, 20, 4), Range(12, 32, 8), Range(20, 44, 4))
-    assert share_of("w", _Matrix((24, 1, 6), -1)).ranges == (Range(0, 12, 12), Range(12, 36, 12))
-    for matrix in (_Matrix((4, 1), 1), _Matrix((1, 6), 0), _Matrix((24, 4, 1), 2)):
-        with pytest.raises(PartError, match="varies slowest in memory"):
-            share_of("w", matrix)
 
 
 @pytest.mark.slow
@@ -299,14 +227,6 @@ def test_all_ranks_decide_alike_about_a_spike_and_resume_to_the_bit(
     ranks(2, train_with_spike, parted, data, policy, STEPS, resume=True)
     assert tried(parted, 0) == tried(complete, 0)
     assert tensor_hashes(parted, STEPS) == tensor_hashes(complete, STEPS)
-
-
-@pytest.mark.long
-def test_all_stages_go_back_from_a_spike(ranks: Run, tmp_path: Path, data: Path) -> None:
-    options = DEEP | STAGES | {"train.checkpoint_every": 3}
-    ranks(2, train_with_spike, tmp_path / "run", data, "rollback", 14, **options)
-    steps = [[step for step, _ in tried(tmp_path / "run", rank)] for rank in range(2)]
-    assert steps[0] == steps[1] == [*range(1, 12), 10, 11, 12, 13, 14]
 
 
 def train_with_choice(folder: Path, data: Path, update: str, *, resume: bool = False) -> None:

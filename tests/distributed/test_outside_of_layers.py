@@ -23,9 +23,7 @@ from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches
 from tests.numerics.comparison import train
 from tests.numerics.models import VOCAB, WIDTH, Chain, batches, loss_of
-from tests.parallel import models
 from tests.parallel.messages import warnings_of
-from tests.parallel.models import PartlyUsed
 from tests.recording_lanes import RecordingLanes
 
 STAGE_3: dict[str, Any] = {"zero_stage": 3, "device": "cpu"}
@@ -91,51 +89,6 @@ def test_the_program_has_no_race_and_evaluations_their_bits(
     assert [losses for _, losses in sharded] == [losses for _, losses in unsharded]
 
 
-def loads_of_a_step() -> list[str]:
-    torch.manual_seed(0)
-    model, lanes = Chain(4), RecordingLanes(SequentialLanes())
-    with on_lanes(lanes):
-        optimizer = ot.offload(model, device_slots=2, keep_whole=["norm"], **STAGE_3)
-    for tokens in own_batches(3):
-        lanes.program.clear()
-        train(optimizer, model, [tokens])
-    optimizer.close()
-    names = [getattr(entry, "name", "") for entry in lanes.program]
-    return [name for name in names if name.startswith(("load", "forward", "backward"))]
-
-
-def test_the_head_is_loaded_before_the_last_layers_run(ranks: Run) -> None:
-    """And not earlier: gathers of layers, which are needed sooner, go before it."""
-    for names in ranks(4, loads_of_a_step):
-        loads = [name for name in names if name.startswith("load")]
-        assert loads.index("load layers.3") < loads.index("load head")
-        assert names.index("load head") < names.index("forward layers.3")
-
-
-def train_from_unsharded() -> bool:
-    """A state loaded from a run that shards nothing outside of layers: the same bits."""
-    torch.manual_seed(0)
-    models = Chain(), Chain()
-    models[1].load_state_dict(models[0].state_dict())
-    first, second = (
-        ot.offload(model, **keys, **STAGE_3)
-        for model, keys in zip(models, ({"keep_whole": ["*"]}, {}), strict=True)
-    )
-    stream = own_batches(2)
-    train(first, models[0], stream[:1])
-    second.load_state_dict(first.state_dict())
-    same = train(first, models[0], stream[1:]) == train(second, models[1], stream[1:])
-    pairs = zip(first.master_weights(), second.master_weights(), strict=True)
-    bits = all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-    first.close()
-    second.close()
-    return same and bits
-
-
-def test_the_state_is_that_of_a_run_without_these_shards(ranks: Run) -> None:
-    assert ranks(4, train_from_unsharded) == [True] * 4
-
-
 def leave_scope(close: bool) -> tuple[list[str], set[tuple[int, ...]]]:
     """The warnings, and the shapes of the layers' parameters afterwards."""
     with warnings_of("offloadtrain") as messages:
@@ -158,50 +111,6 @@ def test_an_optimizer_out_of_scope_is_warned_of(ranks: Run) -> None:
 # Ranks that use other parts of a model: in stage 3 a block that is not complete must not leave
 # after another gather, and an evaluation takes one path on all ranks. The bits of layers that
 # each rank uses in parts are in `test_sharded.py`.
-
-
-class WithAux(PartlyUsed):
-    """A second head, which only one rank uses. Two others take turns in a slot and are not trained:
-    backward gathers before the first gradient is there."""
-
-    def __init__(self, user: int) -> None:
-        super().__init__()
-        self.tail = nn.Linear(models.VOCABULARY, models.WIDTH)
-        self.head.requires_grad_(False)
-        self.tail.requires_grad_(False)
-        self.aux, self.user = nn.Linear(models.WIDTH, 3), user
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, 1)
-        loss = self.tail(self.head(x)).float().logsumexp(-1).mean()
-        return loss + self.aux(x).float().square().mean() if dist.get_rank() == self.user else loss
-
-
-def with_aux(user: int, *, plain: bool) -> list[float]:
-    torch.manual_seed(0)
-    model = WithAux(user)
-    options: dict[str, Any] = {"device": "cpu", "zero_stage": 3, "grad_accum_steps": 2}
-    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), keep_whole=["aux"], **options)
-    norms = []
-    for number, tokens in enumerate(own_batches(6)):
-        if plain:
-            (model(tokens) / 2).backward()
-        else:
-            optimizer.backward(model(tokens))
-        if number % 2:
-            optimizer.step()
-            norms.append(optimizer.last_step.grad_norm)  # type: ignore[union-attr]
-    optimizer.close()
-    return norms
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("user", [0, 1])
-def test_a_head_that_one_rank_uses_with_a_plain_backward(ranks: Run, user: int) -> None:
-    """The rank without it gathers before anything has delivered: the micro-step begins there."""
-    assert ranks(2, with_aux, user, plain=True) == ranks(2, with_aux, user, plain=False)
 
 
 class Tasks(nn.Module):

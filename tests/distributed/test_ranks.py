@@ -17,18 +17,14 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.runtime import process_group
-from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.block_spec import ALIGN
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.proof.recording import Launched
 from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import compare, own_batches
 from tests.numerics.comparison import train
-from tests.numerics.models import Chain, Frozen, MixedReentrant, batches, loss_of
+from tests.numerics.models import Chain, Frozen, batches, loss_of
 from tests.parallel.messages import assert_messages, message_of, warnings_of
-from tests.recording_lanes import RecordingLanes
 
 Options = dict[str, Any]
 STATE = ("master weights", "exp_avg", "exp_avg_sq")
@@ -118,20 +114,6 @@ def test_each_rank_holds_its_part(ranks: Run, size: int) -> None:
         assert figures["device"] == other["device"] - saved
 
 
-def padding_of_a_real_size(size: int) -> float:
-    """Share of a 0.6 M parameter block that alignment adds."""
-    model = nn.Sequential(nn.Linear(768, 768), nn.Linear(768, 768))
-    optimizer = offloaded(model)
-    buckets = [b for block in optimizer._blocks for b in block.buckets]
-    total = sum(p.numel() for p in model.parameters())
-    optimizer.close()
-    return size * sum(b.shard_numel for b in buckets) / total - 1
-
-
-def test_host_state_is_one_nth_within_a_percent(ranks: Run) -> None:
-    assert max(ranks(4, padding_of_a_real_size, 4)) < 0.01
-
-
 class OddSizes(nn.Module):
     """Parameters of any sizes, smaller than a shard and larger."""
 
@@ -172,24 +154,6 @@ def test_sizes_that_no_rank_count_divides(ranks: Run) -> None:
 
 
 # Groups of some ranks.
-
-
-def train_alone_in_a_world() -> tuple[int, set[str]]:
-    """A group of one among many processes: no collective, no shard."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    lanes = RecordingLanes(SequentialLanes())
-    model = Chain()
-    with on_lanes(lanes):
-        optimizer = offloaded(model, process_group=group)
-    train_steps(model, optimizer, 1, 1)
-    comm = {e.name for e in lanes.program if isinstance(e, Launched) and e.lane == "comm"}
-    assert optimizer.last_step is not None
-    optimizer.close()
-    return optimizer.last_step.comm_bytes, comm
-
-
-def test_no_collective_alone(ranks: Run) -> None:
-    assert ranks(2, train_alone_in_a_world) == [(0, set())] * 2
 
 
 def warnings_of_a_local_norm(*, alone: bool, clip_norm: float | None, calls: int = 0) -> list[str]:
@@ -236,29 +200,6 @@ def test_a_part_of_the_world(ranks: Run) -> None:
     for _ in range(2):  # a second group of the same ranks must not meet the first one's addresses
         first, same, other, again = ranks(4, norms_of_halves)
         assert first == same != other == again
-
-
-def train_in_groups(uneven: bool) -> int:
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    half = halves[dist.get_rank() // 2]
-    if uneven and dist.get_rank() in (0, 2):
-        dist.new_group([0, 2], use_local_synchronization=True)
-    models = [Chain() for _ in range(4)]
-    of_all = offloaded(models[0])
-    optimizers = [offloaded(models[1], process_group=half)]
-    of_all.close()
-    optimizers += [offloaded(model, process_group=half) for model in models[2:]]
-    for model, optimizer in zip(models[1:], optimizers, strict=True):
-        train(optimizer, model, batches(1))
-        optimizer.close()
-    return len(optimizers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("uneven", [False, True])
-def test_groups_of_some_ranks_have_names_of_their_own(own_ranks: Run, uneven: bool) -> None:
-    """torch's depend on the groups that each process holds, which may be more or fewer."""
-    assert own_ranks(4, train_in_groups, uneven) == [3] * 4
 
 
 # Ranks that differ.
@@ -412,38 +353,6 @@ def test_what_ranks_cannot_do_is_refused(ranks: Run) -> None:
             "microbatches": "^ModelError.*with several ranks",
         },
     )
-
-
-def norms_of_reentrant(by_torch: bool) -> list[float]:
-    """A weight that delivers twice in one backward: in the first backward it is summed in two
-    parts, later in one."""
-    torch.manual_seed(0)
-    model: nn.Module = MixedReentrant()
-    norms: list[float] = []
-    if by_torch:
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for tokens in own_batches(4):
-            loss_of(model, tokens).backward()
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-            adam.step()
-            adam.zero_grad()
-        return norms
-    with on_lanes(ThreadLanes()):
-        optimizer = offloaded(model, precision="fp32", zero_stage=2)
-    for tokens in own_batches(4):
-        train(optimizer, model, [tokens])
-        norms.append(optimizer.grad_norm)
-    optimizer.close()
-    return norms
-
-
-def test_a_block_that_delivers_twice(ranks: Run) -> None:
-    for rank in range(2):
-        norms, expected = (ranks(2, norms_of_reentrant, by)[rank] for by in (False, True))
-        assert norms == pytest.approx(expected, rel=1e-5)
 
 
 # Weights and state.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from offloadtrain.engine.engine import Engine
 from offloadtrain.events import schema
-from offloadtrain.optim import LossScaleError, LossScaler
-from offloadtrain.parallel.pipeline.steps import SplitStep
+from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.train import trainer as trainers
-from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.signals import StopRequests
-from offloadtrain.train.trained_model import open_saved
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DEEP, TWO_VERSIONS
@@ -73,34 +68,6 @@ def train_skipping(folder: Path, data: Path, steps: set[int], **options: Any) ->
     return run
 
 
-def count_flushes(folder: Path, data: Path, **options: Any) -> int:
-    drain, flushes = SplitStep.drain, 0
-
-    def counted(step: SplitStep, *, newest: bool) -> None:
-        nonlocal flushes
-        flushes += 1
-        drain(step, newest=newest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SplitStep, "drain", counted)
-        train(folder, data, **options)
-    return flushes
-
-
-@pytest.mark.parametrize(
-    ("size", "options", "flushes"),
-    [
-        (2, EVAL, 6),  # evaluations after steps 4, 8 and 12, checkpoints after 3, 6, 9 and 12
-        (4, NOTHING_DUE | {"offload.working": '"host"', "offload.state": '"split16"'}, 1),
-    ],
-)
-def test_stages_flush_only_when_something_is_due(
-    ranks: Run, tmp_path: Path, data: Path, size: int, options: Options, flushes: int
-) -> None:
-    chosen = DEEP | TWO_VERSIONS | options
-    assert ranks(size, count_flushes, tmp_path / "run", data, **chosen) == [flushes] * size
-
-
 @pytest.mark.parametrize("steps", [{3, 4}, pytest.param({7, 11}, marks=pytest.mark.long)])
 def test_a_skipped_step_repeats_its_rate(
     ranks: Run, tmp_path: Path, data: Path, steps: set[int]
@@ -116,27 +83,6 @@ def test_a_skipped_step_repeats_its_rate(
     for folder in (expected, run):
         warnings = [warning.code for warning in events_of_rank(folder, schema.Warning_)]
         assert sum("skipped" in code for code in warnings) == len(steps)
-
-
-def message_of_skips(folder: Path, data: Path, **options: Any) -> str:
-    """Train until too many steps in a row are skipped; return the error."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainers, "MAX_SKIPS", 3)
-        with pytest.raises(TrainingError) as error:
-            train_skipping(folder, data, {2, 3, 4, 5, 6}, **options)
-    return str(error.value)
-
-
-def test_a_run_that_only_skips_ends_with_its_checkpoint(
-    ranks: Run, tmp_path: Path, data: Path
-) -> None:
-    expected, run = tmp_path / "expected", tmp_path / "run"
-    (alone,) = ranks(1, message_of_skips, expected, data, **DELAYED | NOTHING_DUE)
-    staged, _ = ranks(2, message_of_skips, run, data, **DELAYED | NOTHING_DUE | TWO_VERSIONS)
-    assert "3 steps in a row were skipped" in staged
-    without_names = [re.sub(r"of .* are not", "are not", message) for message in (alone, staged)]
-    assert without_names[0] == without_names[1]
-    assert_same_run(expected, run, 2)
 
 
 def train_with_request(
@@ -188,21 +134,6 @@ def test_a_request_is_answered_after_a_step(
     assert_same_run(expected, run, 2)
 
 
-def test_a_sampled_step_has_the_intervals_of_its_lanes(
-    ranks: Run, tmp_path: Path, data: Path
-) -> None:
-    """From one decision to the next: a step with all its microbatches."""
-    ranks(2, train, tmp_path / "run", data, **DEEP | TWO_VERSIONS | NOTHING_DUE)
-    for rank in range(2):
-        steps = events_of_rank(tmp_path / "run", schema.Step, rank)
-        assert [event.step for event in steps] == [*range(1, 13)]
-        spans = events_of_rank(tmp_path / "run", schema.LaneSpan, rank)
-        # Requested after the second step, the sample begins with the decision of the third.
-        assert {span.step for span in spans} == {4}
-        names = sorted({span.name for span in spans})
-        assert any(name.startswith("adam") for name in names), names
-
-
 # Loss scaling, whose scale is as late as the updates.
 
 
@@ -243,29 +174,3 @@ def test_a_job_of_fp16_continues_in_other_stages(
         ranks(size, fast, train, run, data, resume=steps > stop, **more)
     assert figures(run) == figures(expected)
     assert_same_state(expected, run)
-
-
-def message_of_overflow(folder: Path, data: Path, bad: set[int], **changes: Any) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offloadtrain.optim.loss_scaler.SMALLEST", 2.0**16)
-        with pytest.raises(LossScaleError) as error:
-            train_skipping(folder, data, bad, **changes)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    "bad", [{6, 7}, pytest.param({6}, marks=pytest.mark.long)], ids=["two", "one"]
-)
-def test_a_job_that_overflows_at_the_smallest_scale_ends_with_a_checkpoint(
-    ranks: Run, tmp_path: Path, data: Path, bad: set[int]
-) -> None:
-    expected, run = tmp_path / "expected", tmp_path / "run"
-    chosen = DELAYED | FP16
-    (alone,) = ranks(1, message_of_overflow, expected, data, bad, **chosen)
-    assert "smallest loss scale" in alone and "Not finite: the gradients of '" in alone
-    assert ranks(2, message_of_overflow, run, data, bad, **chosen | TWO_VERSIONS) == [alone] * 2
-    plain, staged = (open_saved(folder).checkpoint for folder in (expected, run))
-    # In stages another step is under way, which is ended; it counts, or is skipped as well.
-    assert staged.step - plain.step == len({6, 7} - bad) and plain.step == 6
-    if len(bad) == 2:
-        assert_same_state(expected, run)

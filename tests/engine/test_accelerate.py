@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offloadtrain as ot
@@ -82,39 +82,6 @@ def test_prepare_moves_nothing() -> None:
     assert accelerator.prepare(optimizer) is optimizer
 
 
-def loop(
-    net: nn.Module, optimizer: Any, micro: list[Tensor], accum: int
-) -> tuple[list[float], list[float]]:
-    """Losses and learning rates, as Accelerate's guide writes it."""
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accum)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    net, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
-    losses, rates = [], []
-    for tokens in micro:
-        with accelerator.accumulate(net):
-            loss = loss_of(net, tokens)
-            accelerator.backward(loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        rates.append(optimizer.param_groups[0]["lr"])
-    return losses, rates
-
-
-@pytest.mark.parametrize("accum", [1, 2])
-def test_a_loop_under_accelerate_trains_as_with_torch(accum: int) -> None:
-    plain, net, micro = model(), model(), batches(4 * accum)
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    expected, rates = loop(plain, adam, micro, accum)
-    optimizer = offloaded(net, grad_accum_steps=accum)
-    actual, own_rates = loop(net, optimizer, micro, accum)
-    assert actual == pytest.approx(expected, rel=1e-5)
-    assert own_rates == rates
-    assert optimizer.last_step is not None
-    assert (optimizer.last_step.step, optimizer.last_step.micro_steps) == (4, accum)
-
-
 def test_a_skipped_step_holds_the_schedule() -> None:
     net = model()
     optimizer = offloaded(net)
@@ -161,24 +128,3 @@ def test_state_replaced_by_a_wrapper_is_not_what_is_saved() -> None:
     optimizer.step()
     saved = optimizer.state_dict()["state"][0]
     assert saved["step"] == 1.0 and saved["exp_avg"].abs().sum() > 0
-
-
-def test_what_accelerate_saves_it_loads(tmp_path: Any) -> None:
-    losses = []
-    for resumed in (False, True):
-        net = model()
-        optimizer = offloaded(net)
-        accelerator = accelerate.Accelerator(cpu=True)
-        net, optimizer = accelerator.prepare(net, optimizer)
-        if resumed:
-            accelerator.load_state(tmp_path)
-        else:
-            accelerator.backward(loss_of(net, batches(1)[0]))
-            optimizer.step()
-            accelerator.save_state(tmp_path)
-        for tokens in batches(2, seed=1):
-            loss = loss_of(net, tokens)
-            losses.append(loss.item())
-            accelerator.backward(loss)
-            optimizer.step()
-    assert losses[:2] == losses[2:]

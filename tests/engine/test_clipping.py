@@ -71,19 +71,6 @@ def test_clipping_is_dropped_with_its_gradients() -> None:
 # ---- others ------------------------------------------------------------------------------------
 
 
-def test_torch_looks_for_gradients_and_finds_none(caplog: pytest.LogCaptureFixture) -> None:
-    """Before a backward nothing has left; a hook inside of one finds the gradient; torch looks."""
-    optimizer, net = offloaded()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    results: list[object] = []
-    net.embed.weight.register_hook(lambda grad: results.append(net.head.weight.grad))
-    backward(optimizer, net)
-    torch.optim.SGD(net.parameters()).zero_grad()
-    optimizer.step()
-    assert net.head.weight.grad is None and len(results) == 1
-    assert not caplog.records
-
-
 @pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("explicit", [True, False])

@@ -267,22 +267,6 @@ def test_state_of_one_format_is_loaded_into_another(source: str, target: str, ru
             assert torch.equal(value, wanted), name
 
 
-@pytest.mark.usefixtures("toy")
-@pytest.mark.parametrize("state", ["fp32", TOY])
-def test_state_of_other_dtypes_is_rounded_to_the_formats(state: str) -> None:
-    optimizer, other = trained("adamw", state, 3), trained("adamw", state)
-    wide_state = optimizer.state_dict()
-    wide_state["state"] = {
-        index: {key: value.double() for key, value in state_fields.items()}
-        for index, state_fields in wide_state["state"].items()
-    }
-    other.load_state_dict(wide_state)
-    for (name, state_fields), (_, result) in zip(
-        optimizer.named_state(), other.named_state(), strict=True
-    ):
-        assert all(torch.equal(state_fields[key], result[key]) for key in state_fields), name
-
-
 def _wide(
     state: str, moments: tuple[str, ...], state_fields: Mapping[str, Tensor]
 ) -> Sequence[Tensor]:

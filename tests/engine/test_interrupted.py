@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offloadtrain as ot
 
@@ -93,28 +92,6 @@ def test_the_run_goes_on(
     optimizer.close()
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("closes", [False, True])
-@pytest.mark.parametrize("options", [{}, STREAMED], ids=["device", "streamed"])
-def test_another_run_of_the_process(options: dict[str, Any], closes: bool) -> None:
-    expected = trained(*offloaded())
-    model, optimizer = offloaded(**options)
-    interrupt(model, torch.randn(4, WIDTH))
-    if closes:
-        optimizer.close()
-    assert same(trained(*offloaded(**options)), expected)
-    assert _get_current_dispatch_mode() is None
-
-
-def test_what_others_save_is_not_taken() -> None:
-    model, optimizer = offloaded(**STREAMED, **SAVED)
-    interrupt(model, torch.randn(4, WIDTH))
-    other, rows = nn.Linear(WIDTH, WIDTH), optimizer.ledger.rows()
-    other(torch.randn(4, WIDTH, requires_grad=True)).tanh().sum().backward()
-    assert other.weight.grad is not None
-    assert optimizer.ledger.rows() == rows
-
-
 def test_losses_of_others_are_computed_in_their_own_dtype() -> None:
     """Those inside a 16-bit model's forward are computed in fp32."""
     model, optimizer = offloaded(precision="bf16")
@@ -126,25 +103,3 @@ def test_losses_of_others_are_computed_in_their_own_dtype() -> None:
     assert _get_current_function_mode() is not None
     optimizer.close()
     assert _get_current_function_mode() is None
-
-
-def test_the_next_model_takes_the_modes_of_the_interrupted_one_off() -> None:
-    model, _ = offloaded(precision="bf16")
-    model.head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.randn(4, WIDTH))
-    other, optimizer = offloaded(precision="bf16")
-    optimizer.backward(other(torch.randn(4, WIDTH)))
-    optimizer.step()
-    assert _get_current_function_mode() is None and _get_current_dispatch_mode() is None
-
-
-def test_one_engine_inside_another() -> None:
-    """Both take what is theirs: the inner one's weights may move, too."""
-    expected = trained(*offloaded())
-    inner, optimizer = offloaded(**STREAMED)
-    outer_model, outer = offloaded(**STREAMED)
-    layer = outer_model.layers[0]
-    layer.register_forward_hook(lambda *_: inner(torch.randn(4, WIDTH)))
-    assert same(trained(inner, optimizer), expected)
-    outer.close()

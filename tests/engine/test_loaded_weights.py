@@ -107,16 +107,6 @@ def test_the_order_of_loading_model_and_optimizer_is_no_question() -> None:
         assert_equal(state(resumed), state(optimizer))
 
 
-def test_16_bit_weights_become_the_masters() -> None:
-    net = made()
-    optimizer = offloaded(net)
-    weights = {name: value.clone() for name, value in net.state_dict().items()}
-    train(optimizer, net, 2)
-    net.load_state_dict(weights)
-    for name, tensors in optimizer.named_state():
-        assert torch.equal(tensors["master"], weights[name].float()), name
-
-
 class Renaming(nn.Linear):
     """Reads its weight under another name, as modules that have a history do."""
 

@@ -98,14 +98,6 @@ def test_they_follow_the_steps_and_are_copies(update: str, state: str) -> None:
     optimizer.close()
 
 
-def test_a_large_parameter_is_decoded_in_pieces() -> None:
-    model = nn.Sequential(nn.Linear(1 << 10, 600, bias=False))
-    initial = model[0].weight.detach().clone()
-    optimizer = ot.offload(model, device="cpu", state="split16")
-    assert torch.equal(dict(optimizer.master_weights())["0.weight"], initial)
-    optimizer.close()
-
-
 @pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
 def test_the_default_dtype_of_torch_is_not_that_of_masters(state: Any) -> None:
     """Models of molecules set it to fp64."""

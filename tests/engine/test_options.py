@@ -27,19 +27,6 @@ from offloadtrain.config.offload import (
 from offloadtrain.engine.api import OffloadArguments
 from tests.numerics.muon import RULE as MUON
 
-NAMES = """
-    precision state state_on scratch_dir scratch_in_memory grad_on sums_on sums_down seed update
-    warmup_steps clip_norm skip_nonfinite loss_scale_hysteresis grad_accum_steps host_memory_limit
-    checkpoint_spill working device_slots resident_blocks device_memory_limit activation
-    recompute_blocks offload_saved_above partition_activations compile_blocks zero_stage keep_whole
-    reduction cast_inputs keep_fp32 skip_unused pin_memory
-"""
-"""Options that loops, jobs and saved runs of version 0.1 have."""
-
-
-def test_every_option_of_version_0_1_is_there() -> None:
-    assert set(NAMES.split()) <= OPTIONS.keys()
-
 
 def test_type_checkers_know_the_options_and_groups_that_fields_declare() -> None:
     """`OffloadOptions` is the copy for type checkers, which read no fields."""
@@ -86,14 +73,6 @@ def test_flat_names_and_groups_make_the_same_config(data: st.DataObject) -> None
     assert OffloadConfig(**nested.options(changed=True)) == nested  # type: ignore[arg-type]
 
 
-def test_replace_changes_one_option_of_a_group() -> None:
-    config = OffloadConfig(state=StateOptions(format="int8", tier="device"))
-    changed = config.replace(state="fp32", keep_fp32=["*norm*"])
-    assert changed.state == StateOptions(format="fp32", tier="device")
-    assert changed.weights.keep_fp32 == ("*norm*",)
-    assert config.replace(state=StateOptions()).replace(seed=3).state == StateOptions(seed=3)
-
-
 def test_a_flat_name_next_to_groups_is_refused() -> None:
     """`dataclasses.replace` passes all groups: `state` would be a new group, on another tier."""
     config = OffloadConfig(state="int8", state_on="device")
@@ -120,33 +99,6 @@ def test_what_is_no_option_is_refused(options: dict[str, Any], message: str) -> 
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-
-
-def trained(**arguments: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    model = net()
-    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", **arguments)
-    for _ in range(3):
-        optimizer.backward(model(torch.ones(2, 16)).square().mean())
-        optimizer.step()
-    result = {name: value.clone() for name, value in model.state_dict().items()}
-    rows = optimizer.ledger.rows()
-    optimizer.close()
-    return result, rows
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"update": "speculative", "clip_norm": 0.1, "precision": "fp32"},
-        {"state": "int8", "working": "host", "resident_blocks": 1, "seed": 3},
-        {"state_on": "device", "keep_fp32": ("0.*",)},
-    ],
-)
-def test_one_object_does_what_the_options_do(options: dict[str, Any]) -> None:
-    spelled, rows = trained(**options)
-    as_one, rows_of_one = trained(config=ot.OffloadConfig(**options))
-    assert rows == rows_of_one
-    assert all(torch.equal(spelled[name], as_one[name]) for name in spelled)
 
 
 def test_an_option_beside_the_object_is_refused() -> None:
@@ -210,10 +162,6 @@ def test_every_problem_is_told_at_once() -> None:
 def test_what_is_no_number_is_told(key: str, value: Any) -> None:
     (problem,) = ot.OffloadConfig(**{key: value}).problems()
     assert problem == f"{key} = {value!r} is not a number"
-
-
-def test_a_number_that_is_none_by_default_may_be_none() -> None:
-    assert not list(ot.OffloadConfig(clip_norm=None, host_memory_limit=None).problems())
 
 
 class Colliding(nn.Module):

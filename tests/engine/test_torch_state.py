@@ -95,21 +95,6 @@ def test_training_goes_on_from_torch(name: str, model_last: bool) -> None:
         assert torch.equal(param, other)
 
 
-@pytest.mark.parametrize("state_format", ["fp32", "split16", "int8"])
-def test_masters_stay_in_every_format(state_format: str) -> None:
-    plain = model()
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    step(plain, adam, 0)
-    net = model(1)
-    optimizer = offloaded(net, state=state_format)
-    names = {"fp32": ("master",), "split16": ("weight", "low"), "int8": ("weight", "correction")}
-    before = {n: [t[k].clone() for k in names[state_format]] for n, t in optimizer.named_state()}
-    optimizer.load_state_dict(saved(plain, adam))
-    for name, tensors in optimizer.named_state():
-        assert all(map(torch.equal, before[name], (tensors[k] for k in names[state_format]))), name
-    assert all(tensors["exp_avg"].any() for _, tensors in optimizer.named_state())
-
-
 @pytest.mark.parametrize(
     ("made", "message"),
     [

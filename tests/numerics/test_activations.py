@@ -301,33 +301,6 @@ def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
     assert raised.value.__traceback__ is not None  # it lives
 
 
-class Aligned(nn.Module):
-    """`ctc_loss` is computed by other operations while a mode watches: in the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        targets, lengths = torch.ones(2, 2, dtype=torch.int64), torch.full((2,), 4)
-        logits = self.up(x).log_softmax(-1).transpose(0, 1)
-        return x + F.ctc_loss(logits, targets, lengths, torch.full((2,), 2))
-
-
-def test_functions_that_a_mode_decomposes_run_again_alike() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(Aligned(), Aligned())
-    model = copy.deepcopy(plain)
-    options: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
-    pair = ot.offload(plain, **options), ot.offload(model, **options, activation="recompute")
-    for _ in range(2):
-        x = torch.randn(2, 4, 8)
-        for optimizer, item in zip(pair, (plain, model), strict=True):
-            optimizer.backward(item(x).square().mean())
-            optimizer.step()
-    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
-
-
 @pytest.mark.parametrize("activation", ["keep", *POLICIES])
 def test_inference_mode_between_steps(activation: str) -> None:
     resident, optimizer, model = pair(Chain(5), working="host", activation=activation)
@@ -337,30 +310,6 @@ def test_inference_mode_between_steps(activation: str) -> None:
             model.state_dict()
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     assert_same(resident, optimizer, model)
-
-
-def test_a_state_dict_from_inside_a_forward() -> None:
-    class Asking(Chain):
-        def __init__(self) -> None:
-            super().__init__(3)
-            self.saved: dict[str, Tensor] = {}
-            self.layers[1].register_forward_pre_hook(self.ask)
-            self.asks = False
-
-        def ask(self, *_: Any) -> None:
-            if self.asks:
-                self.saved.update(self.state_dict())
-
-    torch.manual_seed(0)
-    model = Asking()
-    optimizer = ot.offload(model, device="cpu", working="host")
-    for tokens in batches(3):
-        optimizer.backward(loss_of(model, tokens))
-        optimizer.step()
-        assert optimizer.last_step is not None and not optimizer.last_step.skipped
-        model.asks = True
-    assert model.saved
-    assert all(not value.isnan().any() for value in model.saved.values())
 
 
 def test_offloaded_inputs_count_in_the_host_memory_limit() -> None:

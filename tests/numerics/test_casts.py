@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
 from offloadtrain.engine import ModelError, ParameterWriteError
-from offloadtrain.engine.autograd.casting import _Given
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -283,16 +282,3 @@ def test_weights_that_a_forward_casts_are_told_and_may_be_kept(frozen: bool) -> 
     optimizer.step()
     assert optimizer.last_step is not None and not optimizer.last_step.skipped
     optimizer.close()
-
-
-def test_only_living_inputs_of_the_model_are_known_by_their_memory() -> None:
-    """What is allocated where one was may be fp32 on purpose; an older graph may run again."""
-    tracker, memory = _Given(torch.bfloat16), bytearray(16)
-    first, later = torch.frombuffer(memory, dtype=torch.float32), torch.ones(2, 2)
-    tracker(nn.Identity(), (first,), {})
-    tracker(nn.Identity(), (), {"hidden": [later]})
-    assert first in tracker and later.t() in tracker and torch.ones(4) not in tracker
-    there = torch.frombuffer(memory, dtype=torch.float32)
-    assert there.data_ptr() == first.data_ptr()
-    del first
-    assert there not in tracker and later in tracker

@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
+
+import pytest
 import torch
 import offloadtrain as ot
 
@@ -21,6 +25,7 @@ for options in ({}, {"clip_norm": 1.0, "update": "speculative"}, {"skip_unused":
 """
 
 
+@pytest.mark.slow
 def test_a_model_in_one_piece_needs_no_package_of_divided_models() -> None:
     """Which modules of it a process has loaded, after each run."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

@@ -106,14 +106,6 @@ def test_a_group_that_would_make_another_update_is_named(
         assert f"{differs} of copy 1 are not those of copy 0" in message
 
 
-@pytest.mark.slow
-def test_every_rank_reports_a_difference_within_a_group(own_ranks: Run) -> None:
-    first, second, third, last = own_ranks(4, message_of_another_step, "hyperparameters of rank 3")
-    assert "the agreement among the ranks of copy 1 are not those of copy 0" in first
-    assert "hyperparameters of copy 1 are not those of copy 0" in second
-    assert "hyperparameters of rank 1 are not those of rank 0" in third and third == last
-
-
 def refusal(*sizes: int, names: tuple[str, ...]) -> str:
     return message_of(lambda: ot.offload(Chain(), device="cpu", mesh=hybrid(*sizes, names=names)))
 

@@ -4,7 +4,6 @@ dicts and written weights are those of each part."""
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,14 +17,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
-from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import kept_by_columns, local
 from offloadtrain.step.program.operations import Kind as Op
 from offloadtrain.step.program.operations import Launch
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.proof.drive import steps as driven_steps
-from offloadtrain.step.proof.recording import Launched
 from tests.distributed.conftest import Run
 from tests.parallel.mesh_runs import run_on
 from tests.parallel.messages import assert_messages, message_of, warnings_of
@@ -42,7 +37,6 @@ from tests.parallel.models import (
     sequence_parallel,
     with_experts,
 )
-from tests.recording_lanes import RecordingLanes
 from tests.step.specs import chain
 
 
@@ -254,42 +248,6 @@ def test_experts_that_cannot_be_divided_are_refused(ranks: Run) -> None:
     )
 
 
-def on_other_ranks() -> list[str]:
-    model, mesh = in_parts(axis="dp", replicas=2)
-    first = dist.new_group([0])
-    linear = nn.Linear(2, 2)
-    outside = message_of(lambda: ot.offload(linear, device="cpu", process_group=first).close())
-    return [message_of(lambda: offloaded(model, mesh)), outside]
-
-
-@pytest.mark.slow
-def test_ranks_of_another_axis_are_refused(ranks: Run) -> None:
-    """The axis of replicas has as many ranks: they would add gradients of different parts."""
-    of_ranks = ranks(4, on_other_ranks)
-    for message, _ in of_ranks:
-        assert "is a DTensor on the ranks [" in message and "mesh['tp'] of the mesh that" in message
-    assert of_ranks[0][1] == "nothing"
-    assert all("is not one of the ranks of process_group" in outside for _, outside in of_ranks[1:])
-
-
-def rate_of_the_last_rank() -> str:
-    model, mesh = in_parts(replicas=2)
-    optimizer = offloaded(model, mesh)
-    if dist.get_rank() == 3:
-        optimizer.param_groups[0]["lr"] = 0.5
-    message = message_of(lambda: step(model, optimizer))
-    optimizer.close()
-    return message
-
-
-@pytest.mark.slow
-def test_every_rank_reports_a_difference_within_one_part(ranks: Run) -> None:
-    first, other, replica, last = ranks(4, rate_of_the_last_rank)
-    assert "the agreement among the ranks of part 1 are not those of part 0" in first
-    assert "hyperparameters of part 1 are not those of part 0" in replica
-    assert "hyperparameters of rank 1 are not those of rank 0" in other and other == last
-
-
 def overflow_on_rank_1() -> tuple[list[Any], bool]:
     """The gradient of a weight that both hold whole overflows on one of them."""
     model, mesh = in_parts()
@@ -373,23 +331,6 @@ def test_a_part_that_is_written_is_noticed(ranks: Run, working: str, adopt: bool
     assert ranks(2, write_into_a_part, working, adopt=adopt) == [("nothing", True)] * 2
 
 
-def timeouts() -> tuple[timedelta, set[timedelta]]:
-    device = torch.device("cpu")
-    world, ranks = dist.distributed_c10d._get_default_group(), Ranks.of(None, device)
-    expected, *of_groups = (
-        group._get_backend(device).options._timeout  # type: ignore[attr-defined]
-        for group in (world, *ranks._groups)
-    )
-    ranks.close()
-    return expected, set(of_groups)
-
-
-@pytest.mark.slow
-def test_waits_end_with_the_timeout_of_the_user(ranks: Run) -> None:
-    for expected, of_groups in ranks(2, timeouts):
-        assert of_groups == {expected} and expected != timedelta(minutes=30)
-
-
 def warnings_of_columns(by_columns: bool) -> tuple[list[str], str]:
     """The warnings about a plan whose `RowwiseParallel` divides weights by columns."""
     model, mesh = in_parts()
@@ -442,36 +383,6 @@ def test_block_inputs_take_their_part_of_the_bytes(ranks: Run, activation: str, 
         assert other.comm_bytes - run.comm_bytes == kind.microbatches * half
         if activation == "offload":
             assert run.memory["block inputs", tier] == 2 * half
-
-
-MOVES = ("offload input", "fetch input", "keep input", "fetch part", "gather input")
-
-
-def moves_of_a_step(activation: str) -> tuple[list[str], list[str]]:
-    """What a step does with block inputs, as it was recorded, and as the program is driven."""
-    model, mesh = in_parts()
-    lanes, start = RecordingLanes(SequentialLanes()), 0
-    options = {"activation": activation, "partition_activations": True}
-    with on_lanes(lanes):
-        optimizer = offloaded(model, mesh, **options)
-    for _ in range(3):
-        start = len(lanes.program)
-        step(model, optimizer)
-    program = Program(optimizer._engine.program.spec, optimizer.ranks.rank, dist.get_rank())
-    driven = [op for op in driven_steps(program, 1, input_bytes=64) if isinstance(op, Launch)]
-    optimizer.close()
-    launched = [entry for entry in lanes.program[start:] if isinstance(entry, Launched)]
-    return (
-        [entry.name for entry in launched if entry.name in MOVES],
-        [op.name for op in driven if op.name in MOVES],
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", ["recompute", "offload"])
-def test_block_inputs_move_as_the_driven_program_says(ranks: Run, activation: str) -> None:
-    for launched, driven in ranks(2, moves_of_a_step, activation):
-        assert launched == driven and launched.count("gather input") == 3
 
 
 @pytest.mark.parametrize("activation", ["recompute", "selective", "offload"])

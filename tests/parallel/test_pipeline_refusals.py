@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 import offloadtrain as ot
 from offloadtrain.parallel.pipeline.stage_modules import cut, divide
@@ -413,57 +412,6 @@ def test_no_run_follows_an_exception(own_ranks: Run, tmp_path: Path, schedule: s
         assert all(text.startswith("PipelineError: an exception has left") for text in messages[3:])
 
 
-def stages_of_a_process() -> dict[str, Any]:
-    model = residual_layers()
-    groups = [{"params": layer.parameters(), "lr": 0.1 + n} for n, layer in enumerate(model)]
-    pipeline = in_stages(model, "interleaved", params=groups)
-    inputs, target = KINDS["layers"].batch(0, 0)
-    pipeline.run(inputs, target=target)
-    optimizers = pipeline.optimizers
-    optimizers[0].clip_grad_norm_(1e-3)
-    result = {
-        "weights": sorted(pipeline.module.state_dict()),
-        "load": message_of(lambda: pipeline.module.load_state_dict({})),
-        "groups": [[group["lr"] for group in stage.param_groups] for stage in optimizers],
-        "trained": [[len(group["params"]) for group in s.param_groups] for s in optimizers],
-        "step": message_of(pipeline.step),
-    }
-    pipeline.close()
-    return result
-
-
-@pytest.mark.slow
-def test_several_stages_of_a_process(own_ranks: Run) -> None:
-    """All their weights are in `state_dict`; groups keep their numbers; all clip, or none."""
-    names = [f"{part}.{kind}" for part in ("inner", "outer") for kind in ("bias", "weight")]
-    for rank, result in enumerate(own_ranks(2, stages_of_a_process)):
-        stages = (rank, rank + 2)
-        assert result["weights"] == sorted(f"{n}.{name}" for n in stages for name in names)
-        assert "load the weights of each into its own model" in result["load"]
-        assert result["groups"] == [[0.1, 1.1, 2.1, 3.1]] * 2
-        assert result["trained"] == [[4 * (n == stage) for n in range(4)] for stage in stages]
-        assert result["step"].startswith("RankError: stages of one process disagree in step 1")
-
-
-def load_states_of_both_stages() -> list[str]:
-    """Load the state of this stage, and that of the other one."""
-    pipeline, rank = in_stages(), dist.get_rank()
-    states: list[Any] = [None, None]
-    dist.all_gather_object(states, pipeline.optimizer.state_dict())
-    load = pipeline.optimizer.load_state_dict
-    messages = [message_of(lambda n=n: load(states[n])) for n in (rank, 1 - rank)]
-    pipeline.close()
-    return messages
-
-
-@pytest.mark.slow
-def test_the_state_of_another_stage_is_refused(ranks: Run) -> None:
-    """Its shapes are the same."""
-    for rank, (same, other) in enumerate(ranks(2, load_states_of_both_stages)):
-        assert same == "nothing"
-        assert f"the state is that of stage {1 - rank} of 2" in other
-
-
 class ChangesDtype(Residual):
     def forward(self, x: Tensor, number: int = 0) -> Tensor:
         out = super().forward(x, number)
@@ -486,71 +434,3 @@ def test_an_output_of_another_dtype_is_named(own_ranks: Run, tmp_path: Path) -> 
     first, second = (Path(tmp_path, str(rank)).read_text() for rank in range(2))
     assert first.startswith("ValueError: stage 0 returns (2, 8) torch.float16, and (2, 8) torch")
     assert "rank 0 (stage 1 of 2) has raised ValueError: stage 0 returns" in second
-
-
-def pipeline_of_two_ranks() -> str:
-    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))
-    return message_of(lambda: in_stages(Masked(), mesh=mesh).close())
-
-
-@pytest.mark.slow
-def test_a_rank_outside_of_the_mesh_is_named(own_ranks: Run) -> None:
-    *inside, outside = own_ranks(3, pipeline_of_two_ranks)
-    assert inside == ["nothing"] * 2
-    assert outside.startswith("ValueError: rank 2 is not in the mesh of 2 ranks")
-
-
-def message_of_torchs_schedule(kind: str) -> str:
-    """The error of a loop of torch's parts over `offload`, with the defaults of torch."""
-    rank, many = dist.get_rank(), 2 if kind == "zero bubble" else 1
-    group = dist.new_group([rank], use_local_synchronization=True)
-    stages, optimizers = [], []
-    for number in range(many):
-        model = nn.Sequential(*layers(2))
-        optimizers.append(ot.offload(model, device="cpu", process_group=group, grad_accum_steps=4))
-        x = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
-        stages.append(PipelineStage(model, number * 2 + rank, 2 * many, torch.device("cpu"), x, x))
-    schedules = {"zero bubble": ScheduleInterleavedZeroBubble, "scaling": Schedule1F1B}
-    schedule = schedules[kind](stages if many > 1 else stages[0], 4, loss_fn=squares)
-    target = {} if rank == 0 else {"target": torch.zeros(8, 8)}
-    inputs = [torch.zeros(8, 8)] if rank == 0 else []
-    message = message_of(lambda: schedule.step(*inputs, **target))
-    for optimizer in optimizers:
-        optimizer.close()
-    return message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "message"), [("scaling", "scale_grads=True"), ("zero bubble", "zero-bubble schedule")]
-)
-def test_schedules_that_would_be_silently_wrong(own_ranks: Run, kind: str, message: str) -> None:
-    messages = own_ranks(2, message_of_torchs_schedule, kind)
-    assert any(message in text for text in messages), messages
-
-
-def stages_that_differ() -> dict[str, str]:
-    """One stage has had fewer backwards; two stages name a parameter alike."""
-    mesh, messages = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), {}
-    for name, key, accum in (
-        ("backwards", ["first", "second"][dist.get_rank()], 2),
-        ("name", "", 1),
-    ):
-        model = nn.Sequential(*layers(2))
-        named = nn.ModuleDict({key: model}) if key else model
-        optimizer = ot.offload(
-            named, device="cpu", mesh=mesh, grad_accum_steps=accum, clip_norm=1.0
-        )
-        for _ in range(1 + dist.get_rank() * (accum - 1)):
-            model(torch.ones(1, 8)).float().sum().backward()
-            optimizer.end_micro_step()
-        messages[name] = message_of(optimizer.step)
-        optimizer.close()
-    return messages
-
-
-@pytest.mark.slow
-def test_stages_that_differ_are_named(ranks: Run) -> None:
-    backwards = "^RankError.* the number of backwards of stage 1 are not those of stage 0"
-    name = "parameter '0.weight' is in stages 0 and 1"
-    assert_messages(ranks(2, stages_that_differ), {"backwards": backwards, "name": name})

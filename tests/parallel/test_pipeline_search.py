@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,7 @@ from offloadtrain.config.ranks_options import RanksConfig, Schedule
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.parallel.pipeline import times as timing
 from offloadtrain.parallel.pipeline.drive import (
-    Turn,
     in_flight,
-    order,
     rank_order,
     stage_steps,
 )
@@ -74,26 +71,6 @@ def test_a_step_is_its_compute_and_its_flush(schedule: Schedule, stages: int) ->
     assert times.bubbles[0] == pytest.approx(1 - 8 / turns, abs=0.05)
 
 
-def test_slow_links_make_a_step_longer() -> None:
-    for schedule in SCHEDULES:
-        fast = times_of(planned(4, 8, schedule))
-        slow = times_of(planned(4, 8, schedule, replace(FREE, gpu_link_gbps=0.5)))
-        assert fast is not None and slow is not None
-        assert slow.links[0].seconds == slow.links[0].nbytes / 0.5e9
-        assert slow.seconds > fast.seconds
-
-
-def test_a_link_between_hosts_is_shared_by_those_who_cross() -> None:
-    """Four stages of two ranks on hosts of four: the second boundary crosses, with two pairs."""
-    config = pipeline(4, 8, train__micro_batch=2)
-    machine = replace(FREE, gpus=4, gpu_link_gbps=100.0, node_link_gbps=10.0)
-    times = times_of(make(config, "test", machine, 8))
-    assert times is not None
-    assert [link.between_hosts for link in times.links] == [False, True, False]
-    inside, crossing, _ = (link.nbytes / link.seconds for link in times.links)
-    assert (inside, crossing) == (pytest.approx(100e9), pytest.approx(5e9))
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_microbatches_take_what_a_simulation_of_all_takes(schedule: Schedule) -> None:
     plan = planned(2, 16, schedule, A100)
@@ -111,16 +88,6 @@ def test_the_driven_program_of_every_stage_has_no_race(schedule: Schedule, ranks
         operations, turns = stage_steps(Program(stage.spec), schedule, number, 2, 3)
         assert prove(operations) == []
         assert len(turns) >= 3 * 2 * stage.spec.config.grad_accum_steps
-
-
-def test_turns_by_hand() -> None:
-    def text(turns: Iterable[Turn]) -> str:
-        return " ".join(f"{turn.kind[0]}{turn.number}" for turn in turns)
-
-    assert text(order("gpipe", 0, 2, 2, 1)) == "f0 f1 b0 b1 s0 d0"
-    assert text(order("1f1b", 0, 2, 3, 1)) == "f0 f1 b0 f2 b1 b2 s0 d0"
-    assert text(order("1f1b", 1, 2, 3, 1)) == "f0 b0 f1 b1 f2 b2 s0 d0"
-    assert text(order("2bw", 0, 2, 2, 2)) == "f0 f1 b0 f2 b1 s0 d0 f3 b2"
 
 
 class Shape:
@@ -159,6 +126,7 @@ def test_interleaved_is_in_torchs_order(ranks: int, per_rank: int) -> None:
             assert in_flight("interleaved", stage, ranks * per_rank, per_rank, count) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages_that_take_turns_have_less_of_a_bubble(stages: int) -> None:
     """arXiv:2104.04473, 2.2: with v stages on a rank it is 1 / v of 1F1B's, where nothing but
@@ -210,14 +178,6 @@ def test_only_the_last_stage_has_the_head() -> None:
     assert last > 1.5 * first
 
 
-def test_ranks_of_other_stages_share_the_host() -> None:
-    machine = replace(A100, numa_nodes=1)
-    alone, shared = (
-        Costs(make(pipeline(ranks, 4), "test", machine, ranks).placed, machine) for ranks in (1, 2)
-    )
-    assert shared._dram < alone._dram
-
-
 @pytest.mark.slow
 def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
     rows = search(pipeline(1, 16), "test", A100, 4)
@@ -230,11 +190,6 @@ def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_search_ends_for_any_number_of_sequences() -> None:
-    row, *_ = search(pipeline(1, 3 * 10**12), "test", FREE, 1)
-    assert row.plan.job.train.global_batch_tokens == 0 and row.seconds > 0
-
-
 def test_no_division_is_faster_than_its_launches() -> None:
     """A stage of half of the layers has half of the launches, for twice as many microbatches."""
     rows = search(pipeline(1, 16), "test", replace(A100, launch_us=200.0), 2)
@@ -245,6 +200,7 @@ def test_no_division_is_faster_than_its_launches() -> None:
     assert all(launch_s > 0.7 * least_s for launch_s in more_s)
 
 
+@pytest.mark.slow
 def test_the_search_tries_several_stages_on_a_rank() -> None:
     """Where nothing but compute takes time, they have the smaller bubble."""
     rows = {row.order: row for row in search(pipeline(1, 16), "test", FREE, 2) if row.stages == 2}

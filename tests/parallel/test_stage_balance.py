@@ -17,7 +17,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Schedule
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.parallel.pipeline.plan import LEAST, divided, divisions_from, stages_of
+from offloadtrain.parallel.pipeline.plan import LEAST, divided, stages_of
 from offloadtrain.parallel.pipeline.search import search
 from offloadtrain.plan.automatic import decided
 from offloadtrain.plan.plan import Plan, make
@@ -55,20 +55,12 @@ def test_no_division_has_a_shorter_longest_stage(seed: int) -> None:
     )
 
 
-def test_divisions_by_hand() -> None:
-    assert divided([1] * 8, 0, 0, 2) == (4, 4)
-    assert divided([1] * 8, 0, 2, 2) == (5, 3)
-    assert divided([1] * 8, 0, 100, 2) == (6, 2)
-    assert divided([1] * 8, 2, 2, 4) == (2, 2, 2, 2)
-    assert divided([1] * 9, 0, 0, 4) == (2, 2, 2, 3)  # the first ones hold more activations
-    assert divided([5, 5, 1, 1, 1, 1], 0, 0, 2) == (2, 4)
-
-
 def planned(job: Config, each: object, machine: Machine = FREE, ranks: int = 2) -> Plan:
     config = replace(job, ranks=replace(job.ranks, layers_per_stage=each))
     return make(config, "test", machine, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 def test_auto_is_the_fastest_division_of_all(schedule: Schedule) -> None:
     job = pipeline(2, 8, schedule, **HEAD)
@@ -107,16 +99,6 @@ def test_the_most_layers_that_a_stage_has_room_for(most: int, chosen: tuple[int,
     auto = pipeline(2, 8, "1f1b")
     auto = replace(auto, ranks=replace(auto.ranks, layers_per_stage="auto"))
     assert decided(auto, plan).ranks.layers_per_stage == chosen
-
-
-def test_divisions_between_two() -> None:
-    between = list(divisions_from((3, 3, 3, 3), (5, 4, 2, 1)))
-    assert between == [(4, 3, 3, 2), (5, 3, 2, 2), (5, 4, 2, 1)]
-    assert not list(divisions_from((2, 2), (2, 2)))
-
-
-def test_alike_stages_stay_as_they_are() -> None:
-    assert planned(pipeline(2, 8), "auto").job.ranks.layers_per_stage == ()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.parallel.pipeline.drive import Driven, Turn, order
 from offloadtrain.parallel.pipeline.two_versions import TwoVersions
-from offloadtrain.step.layout.buffer_table import device_bytes, device_owners, host_owners
+from offloadtrain.step.layout.buffer_table import device_owners, host_owners
 from offloadtrain.step.layout.placement import lay_out
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Operations
@@ -112,14 +112,3 @@ def test_the_second_version_takes_as_much_as_the_first(state: str, place: str) -
         staying = [bucket for bucket in two.buckets if not two.is_streamed(bucket)]
         weights += sum(bucket.nbytes for bucket in staying)
     assert sum(more.values()) == weights
-
-
-@pytest.mark.slow
-def test_a_limit_of_the_device_counts_both_versions_of_what_stays() -> None:
-    least = device_bytes(spec_of())
-    stayed = []
-    for limit in range(least, least + 20_000, 500):
-        spec = spec_of(device_memory_limit=limit)
-        assert device_bytes(spec) <= limit
-        stayed.append(BLOCKS - len(spec.streamed))
-    assert stayed == sorted(stayed) and {0, 1, BLOCKS} <= {*stayed}

@@ -95,25 +95,6 @@ def test_calls_with_a_step_in_flight_are_refused(ranks: Run) -> None:
     assert_messages(ranks(2, calls_in_flight), IN_FLIGHT)
 
 
-def close_in_flight(precision: str, steps: bool) -> bool:
-    pipeline = two_versions(precision=precision, clip_norm=0.3)
-    for number in range(3):
-        tokens, targets = GPT.batch(number, 0)
-        pipeline.run(tokens, target=targets)
-        if not steps and number == 1:
-            break
-        pipeline.step()
-    pipeline.close()
-    return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "steps"), [("bf16", False), ("fp16", True)])
-def test_a_close_with_a_step_in_flight_ends(ranks: Run, precision: str, steps: bool) -> None:
-    """It ends the step first: other stages would wait for its gradients and squares."""
-    assert ranks(2, close_in_flight, precision, steps) == [True] * 2
-
-
 def run_until_overflow(scale: float = 2.0**24) -> tuple[int, str]:
     """Return the number of the run that raises at the smallest loss scale, and its error."""
     tokens, targets = GPT.batch(0, 0)

@@ -19,6 +19,8 @@ from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.runtime.kernels.codec import (
     decode_moments,
     encode_moments,
+    halves,
+    hashed,
     join,
     join_int8,
     random_bits,
@@ -89,7 +91,7 @@ class _Split16:
     ) -> None:
         weight, low, *moments = fields
         # By identity: torch's compiler (2.11) cannot branch on whether a function is true.
-        random = None if draw is None else draw()
+        random = None if draw is None else draw().int()
         for field, half in zip((weight, low), split(values[0]), strict=True):
             field.copy_(half)
         for number, (field, value) in enumerate(zip(moments, values[1:], strict=True)):
@@ -99,7 +101,7 @@ class _Split16:
 
 def _16_bits(random: Tensor, number: int) -> Tensor:
     """For each moment its own: the halves of `random`, then of what it hashes to."""
-    word = random if number < 2 else random_bits(number // 2, random)
+    word = random if number < 2 else hashed(random, number // 2, 0)
     return (word >> 16 * (number % 2)) & 0xFFFF
 
 
@@ -114,11 +116,11 @@ class _Int8:
         self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
     ) -> None:
         state, (master, *moments) = Int8State(*fields), values
-        nearest = 0x800800 << 8 | 0x80  # half a unit in each of the three random numbers
         if draw is None:
-            random = torch.full(master.shape, nearest, device=master.device)
+            nearest, _ = halves(0x80080080)  # half a unit in each of the three random numbers
+            random = torch.full(master.shape, nearest, dtype=torch.int32, device=master.device)
         else:
-            random = draw()
+            random = draw().int()
         set_master_int8(state, master, random & 0xFF)
         encode_moments(moments, random >> 8, state)
 

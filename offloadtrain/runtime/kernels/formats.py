@@ -174,10 +174,7 @@ def register_state_format(codec: StateCodec) -> RegisteredFormat:
 def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
     """Load and store memory of zeros, whose last block is not whole."""
     moments = formats.typical_moments(codec.format)
-    fields = tuple(
-        torch.zeros(field.numel(numel), dtype=_dtype(field, weights), device="cpu")
-        for field in codec.format.fields(moments)
-    )
+    fields = zeros(codec.format, moments, numel, weights, torch.device("cpu"))
     values = codec.load(fields)
     loaded = [(value.dtype, tuple(value.shape)) for value in values]
     if loaded != [(torch.float32, (numel,))] * (1 + len(moments)):
@@ -194,10 +191,19 @@ def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
         codec.store(fields, values, draw)
 
 
-def _dtype(field: Field, weights: torch.dtype) -> torch.dtype:
-    dtype = weights if field.dtype is None else getattr(torch, field.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def zeros(
+    format: StateFormat,
+    moments: Sequence[str],
+    numel: int,
+    weights: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, ...]:
+    """Return fields of zeros for `numel` elements."""
+    kinds = (
+        (field.numel(numel), weights if field.dtype is None else getattr(torch, field.dtype))
+        for field in format.fields(moments)
+    )
+    return tuple(torch.zeros(size, dtype=dtype, device=device) for size, dtype in kinds)
 
 
 def codec_of(format: StateFormat) -> StateCodec:

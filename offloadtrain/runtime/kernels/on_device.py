@@ -9,8 +9,8 @@ fp64, over fixed chunks, the same in every run on one device.
 
 Adam over narrow state is one kernel for all adjacent parameters of a bucket, which torch compiles
 when it first runs; a small one before it computes the key of each block's random bits. An operation
-after the other, decoding and encoding would move a thousand bytes of a parameter and more;
-compiled, it moves those of its state. The arithmetic is that of the codecs, the random bits are
+after the other, decoding and encoding would move 500 to 1,000 bytes of a parameter; compiled, it
+moves those of its state. The arithmetic is that of the codecs, the random bits are
 those of the host, and results agree with the host's to the rounding of fp32: a compiler may
 contract a product and a sum.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from offloadtrain.runtime.kernels.codec import halves, hashed
-from offloadtrain.runtime.kernels.formats import CODECS, cut
+from offloadtrain.runtime.kernels.formats import CODECS, cut, zeros
 from offloadtrain.runtime.kernels.scalars import (
     AdagradScalars,
     AdamScalars,
@@ -38,6 +38,7 @@ from offloadtrain.runtime.kernels.scalars import (
     SgdScalars,
 )
 from offloadtrain.runtime.kernels.state import BLOCK, Fp32State, Layout, State, pieces
+from offloadtrain.step.layout.formats import StateFormat
 
 _log = logging.getLogger(__name__)
 
@@ -222,6 +223,9 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 _NARROW_PIECE = 1 << 28
 """Elements of one launch at most. What is computed for each of its blocks takes 32 MiB."""
 
+_TRIAL = 1 << 22
+"""Elements of the zeros that are compiled with: more bytes than a GPU caches."""
+
 
 def compiles(scalars: Scalars) -> bool:
     """Tell whether there is a kernel for the rule; says once if Triton, which makes it, is
@@ -234,7 +238,7 @@ def _has_compiler() -> bool:
     if not has_triton():
         _log.warning(
             "Triton is missing, which compiles the update of split16 and int8 on a GPU: it runs an "
-            "operation after the other, with 60 to 200 times the traffic. Install triton, or set "
+            "operation after the other, with 30 to 80 times the traffic. Install triton, or set "
             "state_on = 'host'"
         )
         return False
@@ -244,7 +248,7 @@ def _has_compiler() -> bool:
 def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScalars) -> None:
     """See `kernels.update`; split16 or int8 state of whole blocks, in place."""
     fields = state.format.fields(scalars.moments)
-    update_blocks = _compiled(state.format.name, grad.dtype)
+    update_blocks = _compiled(state.format, state[0].dtype, grad.dtype, grad.device)
     coefficients = torch.tensor(scalars.coefficients(), dtype=torch.float32, device="cpu")
     coefficients = _copied(coefficients, grad.device)
     for run in _runs(layout):
@@ -257,14 +261,11 @@ def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScala
         ]
         # With an empty row, as torch compiles for one row apart from more.
         table = torch.tensor([*rows, (0,) * 5], dtype=torch.int32, device="cpu").T.contiguous()
-        update_blocks(
-            state.format.name,
-            cut(fields, state, lo, hi),
-            grad[lo:hi],
-            coefficients,
-            _copied(table, grad.device),
-            (hi - lo) // BLOCK,
-        )
+        part, keys = cut(fields, state, lo, hi), _copied(table, grad.device)
+        blocks = (hi - lo) // BLOCK
+        scales = update_blocks(state.format.name, part, grad[lo:hi], coefficients, keys, blocks)
+        if scales:
+            torch._foreach_copy_(part[-len(scales) :], scales)
 
 
 def _runs(layout: Layout) -> Iterator[list[tuple[int, int, int, int]]]:
@@ -289,28 +290,39 @@ def _copied(values: Tensor, device: torch.device) -> Tensor:
 
 
 @cache
-def _compiled(format: str, dtype: torch.dtype) -> Callable[..., None]:
-    """Compile on first use: importing what compiles takes seconds.
+def _compiled(
+    format: StateFormat, weights: torch.dtype, grads: torch.dtype, device: torch.device
+) -> Callable[..., list[Tensor]]:
+    """Compile on first use, with zeros: the compiler times variants of a kernel on copies of what
+    it writes.
 
-    torch counts the variants of a code object and refuses a ninth. Small parameters need up to
-    three: each format and dtype of gradients has a code object of its own.
+    torch counts the variants of a code object and refuses a ninth. Parameters of one block need one
+    of their own: each format and dtype has a code object.
     """
-    code = narrow_adam.__code__.replace(co_name=f"narrow_adam_{format}")
-    function = FunctionType(code, narrow_adam.__globals__)
     _log.info(
-        "Compiling the update of %s state on the device, for gradients in %s: the first one takes "
-        "some seconds longer",
-        format,
-        str(dtype).removeprefix("torch."),
+        "Compiling the update of %s state on the device, for weights in %s and gradients in %s: it "
+        "takes some seconds of the first one",
+        format.name,
+        *(str(dtype).removeprefix("torch.") for dtype in (weights, grads)),
     )
-    made: Callable[..., None] = torch.compile(function, dynamic=True, fullgraph=True)
-    return made
+    code = narrow_adam.__code__.replace(co_name=f"narrow_adam_{format.name}")
+    function = FunctionType(code, narrow_adam.__globals__)
+    compiled: Callable[..., list[Tensor]] = torch.compile(function, dynamic=True, fullgraph=True)
+    fields = zeros(format, AdamScalars.moments, _TRIAL, weights, device)
+    grad = torch.zeros(_TRIAL, dtype=grads, device=device)
+    c = torch.zeros(10, dtype=torch.float32, device=device)
+    rows = torch.zeros(5, 2, dtype=torch.int32, device=device)
+    compiled(format.name, fields, grad, c, rows, _TRIAL // BLOCK)
+    return compiled
 
 
 def narrow_adam(
     name: str, fields: tuple[Tensor, ...], grad: Tensor, c: Tensor, rows: Tensor, blocks: int
-) -> None:
-    """One step over adjacent parameters, in place.
+) -> list[Tensor]:
+    """One step over adjacent parameters, in place but for the scales.
+
+    A kernel that reads a block's scale for each of its elements and writes it once is more than the
+    compiler dares: it would write moments in fp32 and read them again.
 
     Args:
         name: of the format.
@@ -319,6 +331,9 @@ def narrow_adam(
         c: (10,) fp32, `AdamCoefficients`.
         rows: (5, n) int32, of each parameter: its first element and that after its last; what to
             add to an element's position for its number; both halves of the key of its random bits.
+
+    Returns:
+        The new scales, (blocks,) fp32 of each moment that has some.
     """
     scale, decay, l2, weight, towards_grad, beta2, weight_sq, size, correction, eps = c.unbind()
     begin, end, *of_rows = rows.unbind()
@@ -343,6 +358,10 @@ def narrow_adam(
     moments = [torch.where(inside, moment, 0.0) for moment in (exp_avg, exp_avg_sq)]
     new = tuple([torch.empty_like(field) for field in fields])
     codec.store(new, (master, *moments), lambda: hashed(position + shift, low, high))
+    scales = []
     for field, value in zip(fields, new, strict=True):
-        is_scale = field.numel() == blocks
-        field.copy_(value if is_scale else torch.where(inside, value, field))
+        if field.numel() == blocks:
+            scales.append(value)
+        else:
+            field.copy_(torch.where(inside, value, field))
+    return scales

@@ -23,11 +23,11 @@ LAYOUT = Layout([0, 512], [500, 70_000], [3, 1], [0, 1280])
 NUMEL = 512 + 70_016
 
 
-def made(name: str) -> State:
+def made(name: str, weights: str = "bfloat16") -> State:
     torch.manual_seed(0)
     kind = STATES[name]
     fields = (
-        torch.zeros(field.numel(NUMEL), dtype=getattr(torch, field.dtype or "bfloat16"))
+        torch.zeros(field.numel(NUMEL), dtype=getattr(torch, field.dtype or weights))
         for field in kind.format.fields(ADAM_MOMENTS)
     )
     state = kind(*fields)
@@ -117,16 +117,18 @@ def test_every_size_of_every_format_has_code(monkeypatch: pytest.MonkeyPatch) ->
     torch.compiler.reset()
     compiled = partial(torch.compile, backend="eager")
     monkeypatch.setattr(on_device.torch, "compile", compiled)
+    monkeypatch.setattr(on_device, "_TRIAL", 1024)
     on_device._compiled.cache_clear()
     try:
-        dtypes, sizes = (torch.bfloat16, torch.float32), (1000, 1, 100)
-        for dtype, name, numel in product(dtypes, ("split16", "int8"), sizes):
-            grad = torch.randn(NUMEL).to(dtype)
+        formats = ("split16", "bfloat16"), ("int8", "bfloat16"), ("int8", "float16")
+        for (name, weights), numel in product(formats, (1000, 1, 100)):
             for layout in (
                 Layout([0], [numel], [3]),
                 Layout([0, 1024, 2048], [numel] * 3, [3, 4, 5]),
             ):
-                on_device.update_narrow(made(name), grad, layout, scalars())
+                for dtype in (weights, "float32"):
+                    grad = torch.randn(NUMEL).to(getattr(torch, dtype))
+                    on_device.update_narrow(made(name, weights), grad, layout, scalars())
     finally:
         on_device._compiled.cache_clear()
 
@@ -149,9 +151,9 @@ def test_one_launch_updates_adjacent_parameters_and_nothing_else(
     """Parameters of one, two and three blocks; the last block of each ends with other values."""
     launches: list[int] = []
 
-    def counted(*operands: Any) -> None:
+    def counted(*operands: Any) -> list[Tensor]:
         launches.append(operands[-1])
-        on_device.narrow_adam(*operands)
+        return on_device.narrow_adam(*operands)
 
     monkeypatch.setattr(on_device, "_compiled", lambda *_: counted)
     layout = Layout([128, 256, 512, 2048], [100, 129, 384, 257], [2, 7, 4, 3])
@@ -184,17 +186,32 @@ def test_a_launch_has_no_more_elements_than_it_may(monkeypatch: pytest.MonkeyPat
     assert elements == expected + [(4, 256 + n) for n in range(2500)]
 
 
-def test_buffers_that_end_within_a_block_are_refused() -> None:
+def test_buffers_that_end_within_a_block_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "_compiled", lambda *_: on_device.narrow_adam)
     fields = (field[:100] if field.numel() == NUMEL else field[:1] for field in made("int8"))
     with pytest.raises(ValueError, match="100 elements end within a block of 128"):
         state = STATES["int8"](*fields)
         on_device.update_narrow(state, torch.randn(100), Layout.of_one(100), scalars())
 
 
-def test_compiling_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiling_is_said_and_touches_no_state(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first call is for zeros of a fixed size."""
+    sizes: list[int] = []
+
+    def counted(name: str, fields: Any, grad: Tensor, *operands: Any) -> list[Tensor]:
+        sizes.append(grad.numel())
+        return on_device.narrow_adam(name, fields, grad, *operands)
+
+    monkeypatch.setattr(on_device.torch, "compile", lambda *_, **__: counted)
+    monkeypatch.setattr(on_device, "_TRIAL", 1024)
     on_device._compiled.cache_clear()
     with caplog.at_level(logging.INFO):
-        first, again = (on_device._compiled("int8", torch.bfloat16) for _ in range(2))
+        for _ in range(2):
+            on_device.update_narrow(made("int8"), torch.randn(NUMEL), LAYOUT, scalars())
     on_device._compiled.cache_clear()
-    assert first is again and len(caplog.records) == 1
-    assert "Compiling the update of int8 state" in caplog.text
+    assert sizes == [1024, NUMEL, NUMEL] and len(caplog.records) == 1
+    assert (
+        "int8 state on the device, for weights in bfloat16 and gradients in float32" in caplog.text
+    )

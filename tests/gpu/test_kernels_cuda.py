@@ -18,6 +18,7 @@ from offloadtrain.runtime.kernels.scalars import (
     MomentumScalars,
     SgdScalars,
 )
+from offloadtrain.runtime.kernels.state import STATES
 from tests.gpu.precision import DEVICE, HAS_BF16, HAS_GPU
 from tests.runtime.kernels import format_cases, test_matrices, test_on_device_narrow
 
@@ -70,6 +71,15 @@ def test_narrow_state_is_updated_by_compiled_code(
     assert kernels.compiles(scalars) or not HAS_GPU
     # split16 keeps masters to the last bit: the lowest of 8 bytes may differ everywhere.
     assert test_on_device_narrow.compare(name, scalars, DEVICE) < 0.13
+    state = STATES[name](*(field.to(DEVICE) for field in test_on_device_narrow.made(name)))
+    grad = torch.ones(test_on_device_narrow.NUMEL, dtype=torch.bfloat16, device=DEVICE)
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE) if HAS_GPU else 0
+    on_device.update_narrow(state, grad, test_on_device_narrow.LAYOUT, scalars)
+    # One kernel: moments in fp32 between two would take 8 bytes per parameter.
+    peak = torch.cuda.max_memory_allocated(DEVICE) if HAS_GPU else 0
+    assert peak - before < grad.numel()
 
 
 def test_matrices_on_the_device() -> None:

@@ -338,7 +338,10 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODEC_BYTES)
-def test_bytes_of_a_narrow_update_on_the_device_are_those_of_its_operations(name: str) -> None:
+def test_bytes_of_a_narrow_update_on_the_device_are_those_of_its_operations(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     state_format, numel, rule = FORMATS[name], 1 << 17, ot.AdamW()
     state = tuple(
         torch.zeros(field.numel(numel), dtype=getattr(torch, field.dtype or "bfloat16"))

@@ -1,7 +1,11 @@
 """The state formats in plain torch: encoding of fp32 numbers, and decoding.
 
 This is the oracle of the native formats (native/numbers.h), and initialises, exports and converts
-state. Integers are int64 here, so that 32-bit arithmetic cannot overflow.
+state. A GPU updates state with it, which torch compiles (`on_device`).
+
+Integers are int32, as the bits of fp32 numbers are, because 64-bit integers are slow on a GPU.
+Sums and products wrap as unsigned ones do. A right shift repeats the sign: where the upper bits
+matter, a mask follows.
 """
 
 from __future__ import annotations
@@ -15,23 +19,23 @@ from torch import Tensor
 from offloadtrain.runtime.kernels.state import BLOCK, Int8State, blocks
 
 _U32 = 0xFFFFFFFF
-_SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
+_SIGN, _MAGNITUDE = -0x80000000, 0x7FFFFFFF
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """(n,) fp32 → (n,) int64 in [0, 2^32)."""
-    return values.view(torch.int32).long() & _U32
+    """(n,) fp32 → (n,) int32."""
+    return values.view(torch.int32)
 
 
 def float_of(bits: Tensor) -> Tensor:
-    """(n,) int64 in [0, 2^32) → (n,) fp32."""
-    return _wrapped(bits, 32).to(torch.int32).view(torch.float32)
+    """(n,) int32 → (n,) fp32."""
+    return bits.view(torch.float32)
 
 
-def _wrapped(unsigned: Tensor, width: int) -> Tensor:
-    """Read an unsigned number of `width` bits as a signed one."""
-    return torch.where(unsigned >= 1 << (width - 1), unsigned - (1 << width), unsigned)
+def _lowest(bits: Tensor, width: int) -> Tensor:
+    """Return the lowest `width` bits as a signed number."""
+    return (bits << 32 - width) >> 32 - width
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
@@ -39,7 +43,11 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
 
     The product is exact in double. The sum is rounded to odd, which makes the second rounding, to
     fp32, the rounding of the exact value (Boldo & Melquiond 2008).
+
+    On a GPU the compiler decides whether it rounds once or twice: most have few units for double.
     """
+    if a.is_cuda:
+        return a * b + c
     b, c = (torch.as_tensor(x, dtype=torch.float32, device=a.device).double() for x in (b, c))
     product, addend = torch.broadcast_tensors(a.double() * b, c)
     total = product + addend
@@ -56,17 +64,25 @@ def random_bits(key: int, elements: Tensor) -> Tensor:
 
     Args:
         elements: (n,) int64 in [0, 2^32).
+
+    Returns:
+        (n,) int64 in [0, 2^32).
     """
-    return hashed(elements, key & _U32, key >> 32)
+    return hashed(elements.int(), *halves(key)).long() & _U32
+
+
+def halves(key: int) -> tuple[int, int]:
+    """Return the lower and the upper 32 bits of a 64-bit key, as signed numbers."""
+    return (key & _U32 ^ 0x80000000) - 0x80000000, (key >> 32 ^ 0x80000000) - 0x80000000
 
 
 def hashed(elements: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """`random_bits`, of a key in two halves."""
+    """`random_bits` as (n,) int32, of int32 elements and a key in two halves."""
     x = elements ^ low
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _U32
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
     x = x ^ high
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _U32
-    return x ^ (x >> 16)
+    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return x ^ (x >> 16 & 0xFFFF)
 
 
 def round_bf16(values: Tensor, random: Tensor) -> Tensor:
@@ -79,12 +95,8 @@ def round_bf16(values: Tensor, random: Tensor) -> Tensor:
 
 
 def _half(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return _wrapped(bits & 0xFFFF, 16).to(torch.int16).view(dtype)
-
-
-def half_bits(values: Tensor) -> Tensor:
-    """(n,) bf16 or fp16 → (n,) int64 in [0, 2^16)."""
-    return values.view(torch.int16).long() & 0xFFFF
+    """(n,) in [-2^15, 2^15) → (n,) of a dtype of 16 bits."""
+    return bits.to(torch.int16).view(dtype)
 
 
 # split16 -----------------------------------------------------------------------------------------
@@ -93,13 +105,12 @@ def half_bits(values: Tensor) -> Tensor:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 → (weight, low) of split16; a NaN loses its payload."""
     bits = torch.where(master.isnan(), _NAN, bits_of(master))
-    low = _wrapped(bits & 0xFFFF, 16).to(torch.int16)
-    return _half((bits + 0x8000) >> 16, torch.bfloat16), low
+    return _half((bits + 0x8000) >> 16, torch.bfloat16), _lowest(bits, 16).to(torch.int16)
 
 
 def join(weight: Tensor, low: Tensor) -> Tensor:
     """(weight, low) of split16 → fp32."""
-    return float_of(((half_bits(weight) << 16) + low.long()) & _U32)
+    return float_of((weight.view(torch.int16).int() << 16) + low.int())
 
 
 # int8 --------------------------------------------------------------------------------------------
@@ -111,7 +122,7 @@ def split_int8(master: Tensor, dtype: torch.dtype, random: Tensor) -> tuple[Tens
     magnitude = _bf16_plus_8 if dtype is torch.bfloat16 else _fp16_plus_8
     x = magnitude(bits & _MAGNITUDE, random)
     weight = _half(((bits & _SIGN) >> 16) | ((x + 0x80) >> 8), dtype)
-    return weight, _wrapped(x & 0xFF, 8).to(torch.int8)
+    return weight, _lowest(x, 8).to(torch.int8)
 
 
 def set_master_int8(state: Int8State, master: Tensor, random: Tensor) -> None:
@@ -130,25 +141,25 @@ def _fp16_plus_8(magnitude: Tensor, random: Tensor) -> Tensor:
     fifth, least_normal = random >> 3, 0x38800000
     normal = (magnitude - 0x38000000 + fifth) >> 5
     small = float_of(magnitude.clamp(max=least_normal))
-    denormal = (small * 2.0**32 + fifth.float() * 2.0**-5).long()
+    denormal = (small * 2.0**32 + fifth.float() * 2.0**-5).int()
     finite = torch.where(magnitude < least_normal, denormal, normal)
-    special = torch.where(magnitude > _INFINITY, 0x7E0000, 0x7C0000)
-    return torch.where(magnitude >= 0x47800000, special, finite)
+    infinite = torch.where(magnitude >= 0x47800000, 0x7C0000, finite)
+    return torch.where(magnitude > _INFINITY, 0x7E0000, infinite)
 
 
 def join_int8(weight: Tensor, correction: Tensor) -> Tensor:
     """(weight, correction) of int8 → fp32."""
-    bits = half_bits(weight)
-    x = ((bits & 0x7FFF) << 8) + correction.long()
+    bits = weight.view(torch.int16).int()
+    x = ((bits & 0x7FFF) << 8) + correction.int()
     magnitude = x << 8 if weight.dtype is torch.bfloat16 else _fp16_minus_8(x)
-    return float_of(((bits & 0x8000) << 16) | magnitude)
+    return float_of((bits & _SIGN) | magnitude)
 
 
 def _fp16_minus_8(x: Tensor) -> Tensor:
     denormal = bits_of(x.float() * 2.0**-32)
     finite = torch.where(x < 0x40000, denormal, (x << 5) + 0x38000000)
-    special = torch.where(x > 0x7C0000, _NAN, _INFINITY)
-    return torch.where(x >= 0x7C0000, special, finite)
+    infinite = torch.where(x >= 0x7C0000, _INFINITY, finite)
+    return torch.where(x > 0x7C0000, _NAN, infinite)
 
 
 @dataclass(frozen=True)
@@ -207,7 +218,7 @@ def decode_moments(state: Int8State) -> tuple[Tensor, ...]:
     """8-bit moments → fp32."""
     numel = state.weight.numel()
     wide = [scale.repeat_interleave(BLOCK)[:numel] for scale in state.scales]
-    codes = [code.long() for code in state.codes]
+    codes = [code.int() for code in state.codes]
     moments = []
     if codes:
         size = bits_of(SIGNED.decode(codes[0] & 0x7F, wide[0]))
@@ -221,7 +232,7 @@ def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) ->
     """fp32 moments of one parameter, from a block's start on, → 8 bits, written to `out`.
 
     Args:
-        random: (n,) int64, uniform over 24 bits: 12 for each moment.
+        random: (n,) int32; its lowest 24 bits are uniform: 12 for each moment.
     """
     numel = random.numel()
     blocked = [_blocked(moment) for moment in moments]
@@ -234,7 +245,7 @@ def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) ->
     for number, (x, (scale, inverse)) in enumerate(zip(blocked, scaled, strict=True)):
         values, draws = torch.where(finite.unsqueeze(1), x, 0.0), _blocked(random >> 12 * number)
         code = kinds[number].encode(values.abs(), inverse.unsqueeze(1), draws & 0xFFF)
-        sign = torch.where(bits_of(values) & _SIGN != 0, 0x80, 0)
+        sign = (bits_of(values) >> 24) & 0x80
         stored = code | sign if kinds[number] is SIGNED else code.clamp(min=1) - 1
         out.codes[number].copy_(stored.view(-1)[:numel])
         out.scales[number].copy_(scale)

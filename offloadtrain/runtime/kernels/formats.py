@@ -19,6 +19,8 @@ from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.runtime.kernels.codec import (
     decode_moments,
     encode_moments,
+    halves,
+    hashed,
     join,
     join_int8,
     random_bits,
@@ -89,7 +91,7 @@ class _Split16:
     ) -> None:
         weight, low, *moments = fields
         # By identity: torch's compiler (2.11) cannot branch on whether a function is true.
-        random = None if draw is None else draw()
+        random = None if draw is None else draw().int()
         for field, half in zip((weight, low), split(values[0]), strict=True):
             field.copy_(half)
         for number, (field, value) in enumerate(zip(moments, values[1:], strict=True)):
@@ -99,7 +101,7 @@ class _Split16:
 
 def _16_bits(random: Tensor, number: int) -> Tensor:
     """For each moment its own: the halves of `random`, then of what it hashes to."""
-    word = random if number < 2 else random_bits(number // 2, random)
+    word = random if number < 2 else hashed(random, number // 2, 0)
     return (word >> 16 * (number % 2)) & 0xFFFF
 
 
@@ -114,11 +116,11 @@ class _Int8:
         self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
     ) -> None:
         state, (master, *moments) = Int8State(*fields), values
-        nearest = 0x800800 << 8 | 0x80  # half a unit in each of the three random numbers
         if draw is None:
-            random = torch.full(master.shape, nearest, device=master.device)
+            nearest, _ = halves(0x80080080)  # half a unit in each of the three random numbers
+            random = torch.full(master.shape, nearest, dtype=torch.int32, device=master.device)
         else:
-            random = draw()
+            random = draw().int()
         set_master_int8(state, master, random & 0xFF)
         encode_moments(moments, random >> 8, state)
 
@@ -172,10 +174,7 @@ def register_state_format(codec: StateCodec) -> RegisteredFormat:
 def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
     """Load and store memory of zeros, whose last block is not whole."""
     moments = formats.typical_moments(codec.format)
-    fields = tuple(
-        torch.zeros(field.numel(numel), dtype=_dtype(field, weights), device="cpu")
-        for field in codec.format.fields(moments)
-    )
+    fields = zeros(codec.format, moments, numel, weights, torch.device("cpu"))
     values = codec.load(fields)
     loaded = [(value.dtype, tuple(value.shape)) for value in values]
     if loaded != [(torch.float32, (numel,))] * (1 + len(moments)):
@@ -192,10 +191,19 @@ def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
         codec.store(fields, values, draw)
 
 
-def _dtype(field: Field, weights: torch.dtype) -> torch.dtype:
-    dtype = weights if field.dtype is None else getattr(torch, field.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def zeros(
+    format: StateFormat,
+    moments: Sequence[str],
+    numel: int,
+    weights: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, ...]:
+    """Return fields of zeros for `numel` elements."""
+    kinds = (
+        (field.numel(numel), weights if field.dtype is None else getattr(torch, field.dtype))
+        for field in format.fields(moments)
+    )
+    return tuple(torch.zeros(size, dtype=dtype, device=device) for size, dtype in kinds)
 
 
 def codec_of(format: StateFormat) -> StateCodec:

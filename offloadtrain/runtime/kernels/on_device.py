@@ -7,11 +7,12 @@ follow [Note: The norm] within a segment; segments are added pairwise and not in
 a wait for the device. Those of gradients that lie apart are torch's, in one pass over them: in
 fp64, over fixed chunks, the same in every run on one device.
 
-Adam over narrow state is one kernel, which torch compiles when it first runs. An operation after
-the other, decoding and encoding would move a thousand bytes of a parameter and more; compiled, it
-moves those of its state. The arithmetic is that of the codecs, the random bits are those of the
-host, and results agree with the host's to the rounding of fp32: a compiler may contract a product
-and a sum.
+Adam over narrow state is one kernel for all adjacent parameters of a bucket, which torch compiles
+when it first runs; a small one before it computes the key of each block's random bits. An operation
+after the other, decoding and encoding would move 500 to 1,000 bytes of a parameter; compiled, it
+moves those of its state. The arithmetic is that of the codecs, the random bits are
+those of the host, and results agree with the host's to the rounding of fp32: a compiler may
+contract a product and a sum.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from offloadtrain.runtime.kernels.codec import hashed
-from offloadtrain.runtime.kernels.formats import CODECS, cut
+from offloadtrain.runtime.kernels.codec import halves, hashed
+from offloadtrain.runtime.kernels.formats import CODECS, cut, zeros
 from offloadtrain.runtime.kernels.scalars import (
     AdagradScalars,
     AdamScalars,
@@ -36,12 +37,16 @@ from offloadtrain.runtime.kernels.scalars import (
     Scalars,
     SgdScalars,
 )
-from offloadtrain.runtime.kernels.state import Fp32State, Layout, State, pieces
+from offloadtrain.runtime.kernels.state import BLOCK, Fp32State, Layout, State, pieces
+from offloadtrain.step.layout.formats import StateFormat
 
 _log = logging.getLogger(__name__)
 
 _PIECE = 1 << 22
 """Elements widened at once; temporaries take up to 28 bytes each."""
+
+_UPDATE_PIECE = 1 << 24
+"""Elements of fp32 state updated at once; temporaries take up to 8 bytes each."""
 
 _SEGMENT = 2048
 
@@ -49,7 +54,7 @@ _SEGMENT = 2048
 def update(state: Fp32State, grad: Tensor, working: Tensor | None, scalars: Scalars) -> None:
     """See `kernels.update`; fp32 state, in place."""
     step = _STEPS[type(scalars)]
-    for lo, hi in _pieces(grad.numel()):
+    for lo, hi in pieces(grad.numel(), size=_UPDATE_PIECE):
         g = grad[lo:hi].float() * scalars.grad_scale
         fields = [field[lo:hi] for field in state]
         step(scalars, g, *fields)
@@ -215,8 +220,11 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 
 # Narrow state.
 
-_NARROW_PIECE = 1 << 26
-"""Elements of one launch: nothing lies beside the state, and launching takes 50 us."""
+_NARROW_PIECE = 1 << 28
+"""Elements of one launch at most. What is computed for each of its blocks takes 32 MiB."""
+
+_TRIAL = 1 << 22
+"""Elements of the zeros that are compiled with: more bytes than a GPU caches."""
 
 
 def compiles(scalars: Scalars) -> bool:
@@ -230,7 +238,7 @@ def _has_compiler() -> bool:
     if not has_triton():
         _log.warning(
             "Triton is missing, which compiles the update of split16 and int8 on a GPU: it runs an "
-            "operation after the other, with 60 to 200 times the traffic. Install triton, or set "
+            "operation after the other, with 30 to 80 times the traffic. Install triton, or set "
             "state_on = 'host'"
         )
         return False
@@ -238,47 +246,107 @@ def _has_compiler() -> bool:
 
 
 def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScalars) -> None:
-    """See `kernels.update`; split16 or int8 state, in place."""
+    """See `kernels.update`; split16 or int8 state of whole blocks, in place."""
     fields = state.format.fields(scalars.moments)
-    coefficients = torch.tensor(scalars.coefficients(), dtype=torch.float32, device=grad.device)
-    update_piece = _compiled(state.format.name, grad.dtype)
-    rows = [
-        (offset + lo, offset + hi, scalars.key(parameter, first + lo), first + lo)
-        for offset, numel, parameter, first in layout.rows()
-        for lo, hi in pieces(numel, first, _NARROW_PIECE)
-    ]
-    # One copy to the device for all of them.
-    draws = [[key & 0xFFFFFFFF, key >> 32, element] for _, _, key, element in rows]
-    keys = torch.tensor(draws, dtype=torch.int64, device=grad.device).view(-1, 3)
-    for (lo, hi, _, _), key in zip(rows, keys, strict=True):
-        update_piece(state.format.name, cut(fields, state, lo, hi), grad[lo:hi], coefficients, key)
+    update_blocks = _compiled(state.format, state[0].dtype, grad.dtype, grad.device)
+    coefficients = torch.tensor(scalars.coefficients(), dtype=torch.float32, device="cpu")
+    coefficients = _copied(coefficients, grad.device)
+    for run in _runs(layout):
+        lo, hi = run[0][0], -(-run[-1][1] // BLOCK) * BLOCK
+        if hi > grad.numel():
+            raise ValueError(f"buffers of {grad.numel()} elements end within a block of {BLOCK}")
+        rows = [
+            (start - lo, end - lo, halves(first - start + lo)[0], *halves(scalars.key(id, first)))
+            for start, end, id, first in run
+        ]
+        # With an empty row, as torch compiles for one row apart from more.
+        table = torch.tensor([*rows, (0,) * 5], dtype=torch.int32, device="cpu").T.contiguous()
+        part, keys = cut(fields, state, lo, hi), _copied(table, grad.device)
+        blocks = (hi - lo) // BLOCK
+        scales = update_blocks(state.format.name, part, grad[lo:hi], coefficients, keys, blocks)
+        if scales:
+            torch._foreach_copy_(part[-len(scales) :], scales)
+
+
+def _runs(layout: Layout) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Yield what one launch updates: rows of start, end, parameter and the first element's number,
+    with less than a block between them."""
+    run: list[tuple[int, int, int, int]] = []
+    for offset, numel, parameter, first in layout.rows():
+        for lo, hi in pieces(numel, first, _NARROW_PIECE):
+            start, end = offset + lo, offset + hi
+            if run and (start - run[-1][1] >= BLOCK or end - run[0][0] > _NARROW_PIECE):
+                yield run
+                run = []
+            run.append((start, end, parameter, first + lo))
+    if run:
+        yield run
+
+
+def _copied(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting: CUDA has read up to 64 KiB when the call returns, of
+    memory that is not page-locked too."""
+    return values.to(device, non_blocking=True)
 
 
 @cache
-def _compiled(format: str, dtype: torch.dtype) -> Callable[..., None]:
-    """Compile on first use: importing what compiles takes seconds.
+def _compiled(
+    format: StateFormat, weights: torch.dtype, grads: torch.dtype, device: torch.device
+) -> Callable[..., list[Tensor]]:
+    """Compile on first use, with zeros: the compiler times variants of a kernel on copies of what
+    it writes.
 
-    torch counts the variants of a code object and refuses a ninth. Small parameters need up to
-    three: each format and dtype of gradients has a code object of its own.
+    torch counts the variants of a code object and refuses a ninth. Parameters of one block need one
+    of their own: each format and dtype has a code object.
     """
-    code = narrow_adam.__code__.replace(co_name=f"narrow_adam_{format}")
+    _log.info(
+        "Compiling the update of %s state on the device, for weights in %s and gradients in %s: it "
+        "takes some seconds of the first one",
+        format.name,
+        *(str(dtype).removeprefix("torch.") for dtype in (weights, grads)),
+    )
+    code = narrow_adam.__code__.replace(co_name=f"narrow_adam_{format.name}")
     function = FunctionType(code, narrow_adam.__globals__)
-    made: Callable[..., None] = torch.compile(function, dynamic=True, fullgraph=True)
-    return made
+    compiled: Callable[..., list[Tensor]] = torch.compile(function, dynamic=True, fullgraph=True)
+    fields = zeros(format, AdamScalars.moments, _TRIAL, weights, device)
+    grad = torch.zeros(_TRIAL, dtype=grads, device=device)
+    c = torch.zeros(10, dtype=torch.float32, device=device)
+    rows = torch.zeros(5, 2, dtype=torch.int32, device=device)
+    compiled(format.name, fields, grad, c, rows, _TRIAL // BLOCK)
+    return compiled
 
 
 def narrow_adam(
-    name: str, fields: tuple[Tensor, ...], grad: Tensor, c: Tensor, key: Tensor
-) -> None:
-    """One step over a piece of a parameter, in place.
+    name: str, fields: tuple[Tensor, ...], grad: Tensor, c: Tensor, rows: Tensor, blocks: int
+) -> list[Tensor]:
+    """One step over adjacent parameters, in place but for the scales.
+
+    A kernel that reads a block's scale for each of its elements and writes it once is more than the
+    compiler dares: it would write moments in fp32 and read them again.
 
     Args:
         name: of the format.
-        grad: (n,) of the working dtype, or fp32.
+        fields: of whole blocks.
+        grad: (blocks * BLOCK,) of the working dtype, or fp32.
         c: (10,) fp32, `AdamCoefficients`.
-        key: (3,) int64: both halves of the key of the random bits, and the first element's number.
+        rows: (5, n) int32, of each parameter: its first element and that after its last; what to
+            add to an element's position for its number; both halves of the key of its random bits.
+
+    Returns:
+        The new scales, (blocks,) fp32 of each moment that has some.
     """
     scale, decay, l2, weight, towards_grad, beta2, weight_sq, size, correction, eps = c.unbind()
+    begin, end, *of_rows = rows.unbind()
+    starts = BLOCK * torch.arange(blocks, dtype=torch.int32, device=grad.device).unsqueeze(1)
+    is_row = (begin <= starts) & (starts < end)
+    # Sums, of which all but one summand are 0, and not an index: the compiler computes them once
+    # per block and not per element, and checks no bounds.
+    end, shift, low, high = [
+        torch.where(is_row, x, 0).sum(1, dtype=torch.int32).repeat_interleave(BLOCK)
+        for x in (end, *of_rows)
+    ]
+    position = torch.arange(blocks * BLOCK, dtype=torch.int32, device=grad.device)
+    inside = position < end
     codec = CODECS[name]
     master, exp_avg, exp_avg_sq = codec.load(fields)
     g = grad.float() * scale
@@ -286,9 +354,14 @@ def narrow_adam(
     exp_avg = (g - exp_avg) * weight + torch.where(towards_grad == 0, exp_avg, g)
     exp_avg_sq = exp_avg_sq * beta2 + g * weight_sq * g
     master = master * decay + (exp_avg * size) / (exp_avg_sq.sqrt() / correction + eps)
-
-    def draw() -> Tensor:
-        elements = torch.arange(grad.numel(), device=grad.device) + key[2]
-        return hashed(elements & 0xFFFFFFFF, key[0], key[1])
-
-    codec.store(fields, (master, exp_avg, exp_avg_sq), draw)
+    # The end of a parameter's last block does not count for the block's scale, and stays.
+    moments = [torch.where(inside, moment, 0.0) for moment in (exp_avg, exp_avg_sq)]
+    new = tuple([torch.empty_like(field) for field in fields])
+    codec.store(new, (master, *moments), lambda: hashed(position + shift, low, high))
+    scales = []
+    for field, value in zip(fields, new, strict=True):
+        if field.numel() == blocks:
+            scales.append(value)
+        else:
+            field.copy_(torch.where(inside, value, field))
+    return scales

@@ -217,3 +217,25 @@ def test_fp16_weights_at_their_ends(backend: Backend) -> None:
     error = (stored - exact).abs()[finite] / reference.master_step(state, exact[finite])
     assert float(error.max()) <= 1.0
     assert not bool(stored.isnan().any())
+
+
+@each_backend
+@pytest.mark.parametrize(("name", "dtype"), NARROW, ids=ids_of)
+def test_every_code_with_every_upper_half_of_a_master(
+    name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    """Denormals, -0.0, NaN and infinities among them, and carries from mantissa to exponent."""
+    numbers = torch.arange(1 << 16)
+    lows = torch.tensor([0, 1, 0x7F, 0x7FFF, 0x8000, 0xFF80, 0xFFFF])
+    state = zeros(name, numbers.numel(), dtype)
+    kernels.set_master(state, reference.fp32_of(numbers << 16 | lows[numbers % 7]))
+    for number, field in enumerate((state.exp_avg, state.exp_avg_sq)):
+        mixed = numbers * (40503 + 2 * number) >> 3 & (0x7FFF if number else 0xFFFF)
+        field.copy_(mixed.to(torch.uint8 if name == "int8" else torch.int16).view(field.dtype))
+    if isinstance(state, Int8State):
+        for scale in state.scales:
+            scale.copy_(2.0 ** (torch.arange(scale.numel()) % 60 - 45))
+            scale[::100] = torch.nan
+    grad = torch.tensor([1e-3, -2.0, 0.0, -0.0, *EXTREME, torch.nan]).repeat(6000)[: 1 << 16]
+    case = Case(state, grad, Layout.of_one(1 << 16, 4), replace(SCALARS, grad_scale=1.0))
+    assert differing(kernel_step(backend)(case), kernel_step(PLAIN)(case)) == {}

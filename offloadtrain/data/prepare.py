@@ -322,8 +322,8 @@ class _Tally:
             if not reading.keep_going:
                 if self.highest >= 0:  # else all may be like it
                     bad_line += (
-                        "\nCorrect it, or let `prepare --bad-lines skip` leave such records out: it "
-                        "counts them"
+                        "\nCorrect it, or let `prepare --bad-lines skip` leave such records out: "
+                        "it counts them"
                     )
                 raise DataError(bad_line)
             self.skipped_lines += 1

@@ -10,6 +10,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -429,7 +430,13 @@ def _check(trained: TrainedModel, tokens: TokenFile, seq_len: int) -> None:
             f"{tokens.path} has tokens of a vocabulary of {header.vocab_size}, and {trained.path} "
             f"has one of {model.vocab_size}: prepare the text with the model's tokenizer"
         )
-    trained_on = trained.saved.checkpoint.state["tokenizer"] if trained.saved else ""
+    trained_on = ""
+    with suppress(DataError):  # a folder without a tokenizer, or with one that cannot be read here
+        trained_on = (
+            tokenizers.tokenizer(str(trained.path)).identity
+            if trained.saved is None
+            else trained.saved.checkpoint.state["tokenizer"]
+        )
     if trained_on and header.tokenizer_id not in ("", trained_on):
         raise ConfigError(
             f"{tokens.path} was prepared with another tokenizer ({header.tokenizer}) than the one "

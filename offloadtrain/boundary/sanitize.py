@@ -65,7 +65,12 @@ class SanitizedStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(sanitize(text))
+        clean = sanitize(text)
+        try:
+            return self._stream.write(clean)
+        except UnicodeEncodeError:  # of a locale without UTF-8; Python's stderr does the same
+            encoding = self._stream.encoding
+            return self._stream.write(clean.encode(encoding, "backslashreplace").decode(encoding))
 
     def writelines(self, lines: list[str]) -> None:
         for line in lines:

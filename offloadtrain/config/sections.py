@@ -49,7 +49,8 @@ class DataConfig:
         source: what `offloadtrain prepare` takes: a file or folder of text, JSONL, CSV or Parquet,
             a folder of `datasets`, "hf:NAME", or "python-stdlib"; prepared on first use.
         tokenizer: "bytes", a folder with a tokenizer of transformers, or a tokenizer.json;
-            empty: bytes for `source`. With `train`, the files must be made by it.
+            empty: that of the weights in `model.hf`, else bytes. With `train`, the files must be
+            made by it.
         form: what a record of `source` is; "auto": what the first one looks like.
         field: field of a record with the text.
         chat_template: Jinja file in place of the tokenizer's own template.

@@ -270,7 +270,12 @@ class Batches:
         return batch
 
     def at(self, position: int) -> Batch:
-        """Return this rank's batch at a position, without moving; from any thread."""
+        """Return this rank's batch at a position, without moving; from any thread.
+
+        Raises:
+            DataError: the file was written meanwhile.
+        """
+        self._tokens.require_size()
         samples = position + self._rank + self._world * np.arange(self._batch)
         index_BS = self._indices(samples)
         window_BS = self._tokens.tokens[index_BS].astype(np.int64)

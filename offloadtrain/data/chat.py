@@ -259,7 +259,8 @@ def chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
     else:
         raise DataError(
             f"conversations need a chat template, and tokenizer {tokenizer.name!r} cannot have "
-            "one: choose the folder of a tokenizer of transformers (tokenizer)"
+            "one: choose the folder of a tokenizer of transformers (--tokenizer; in a job, "
+            "data.tokenizer)"
         )
     try:
         template = Path(path).read_text(encoding="utf-8") if path else loaded.chat_template

@@ -174,7 +174,7 @@ def _prompt_and_completion(record: Record) -> list[Any]:
     Raises:
         ChatError: one is missing or of another kind.
     """
-    values = [record.get(name) for name in ("prompt", "completion")]
+    values: list[Any] = [record.get(name) for name in ("prompt", "completion")]
     if all(isinstance(value, str) for value in values):
         if not values[1].strip():
             raise ChatError("its completion is empty")

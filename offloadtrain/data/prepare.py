@@ -320,10 +320,12 @@ class _Tally:
         for number, problem in encoded.bad:
             bad_line = f"{where}{self._lines + number + 1}: {problem}"
             if not reading.keep_going:
-                raise DataError(
-                    f"{bad_line}\nCorrect it, or let `prepare --bad-lines skip` leave such records "
-                    "out: it counts them"
-                )
+                if self.highest >= 0:  # else all may be like it
+                    bad_line += (
+                        "\nCorrect it, or let `prepare --bad-lines skip` leave such records out: "
+                        "it counts them"
+                    )
+                raise DataError(bad_line)
             self.skipped_lines += 1
             if len(self.skipped) < _SHOWN_BAD_LINES:
                 self.skipped.append(bad_line)

@@ -32,6 +32,7 @@ _ENDS = (
     *("<end_of_turn>", "[EOS]", "[SEP]"),
 )
 """Names of the token that ends a document, in files that do not say which it is."""
+_SPELLED = "".join(map(chr, range(128))) + "\u00e9\u4e2d\U0001f600"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +133,17 @@ def pretrained(folder: str) -> Any:
 
 
 def _of_pretrained(name: str, loaded: Any) -> Tokenizer:
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend and backend.get_vocab_size() == 256:  # `export` writes bytes as tokens so
+        if backend.encode(_SPELLED, add_special_tokens=False).ids == [*_SPELLED.encode()]:
+            return tokenizer("bytes")
     end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
     if end is None:
         raise DataError(
             f"the tokenizer in {name} has no end-of-sequence token: set eos_token in its "
             "tokenizer_config.json"
         )
-    if backend := getattr(loaded, "backend_tokenizer", None):
+    if backend:
         return _of_backend(name, backend, end)
     vocabulary = loaded.get_vocab()
     with_special, plain = (loaded("a", add_special_tokens=s)["input_ids"] for s in (True, False))

@@ -120,7 +120,8 @@ class TokenFile:
         try:
             with open_regular(self.path, follow_link=True) as file:
                 page = file.read(HEADER_BYTES)
-                num_bytes = os.fstat(file.fileno()).st_size
+                self._status = os.fstat(file.fileno())
+            num_bytes = self._status.st_size
             header = _parse_header(self.path, page)
             _check_size(self.path, header, num_bytes - HEADER_BYTES)
             self.header = header
@@ -143,6 +144,21 @@ class TokenFile:
 
     def __len__(self) -> int:
         return self.header.count
+
+    def require_size(self) -> None:
+        """Check that the file has not become shorter or longer since it was opened. To read past
+        its end would end the process; a file that has replaced it does no harm.
+
+        Raises:
+            DataError: it has.
+        """
+        with suppress(OSError):  # removed: it stays mapped
+            now = os.stat(self.path)
+            if os.path.samestat(now, self._status) and now.st_size != self._status.st_size:
+                raise DataError(
+                    f"{self.path} was written while it was in use: it has {now.st_size} bytes, and "
+                    f"had {self._status.st_size}. Prepare data into a new file, or rename it there"
+                )
 
     def document_ends(self) -> npt.NDArray[np.int64]:
         """Return the index after the last token of each document, (documents,), read from the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -419,7 +420,7 @@ def open_tokens(
         data.source,
         folder,
         val_fraction=data.val_fraction,
-        tokenizer=data.tokenizer or "bytes",
+        tokenizer=data.tokenizer or _tokenizer_of_weights(config) or "bytes",
         form=data.form,
         field=data.field,
         chat_template=data.chat_template,
@@ -461,8 +462,20 @@ def _check_vocabulary(config: Config, tokens: TokenFile) -> None:
     if tokens.header.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
-            f"model.vocab_size = {config.model.vocab_size}; set it to at least that"
+            f"model.vocab_size = {config.model.vocab_size}; "
+            + ("set it to at least that" if config.hf is None else "use the model's own tokenizer")
         )
+
+
+def _tokenizer_of_weights(config: Config) -> str:
+    """Return the folder of the weights that a job starts from, if it has a tokenizer; else ""."""
+    if config.hf is None or config.hf.init != "weights":
+        return ""
+    with suppress(FileNotFoundError):  # a run resumes without its folder
+        folder = config.hf.folder
+        if any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+            return str(folder)
+    return ""
 
 
 def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) -> None:
@@ -483,6 +496,14 @@ def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) ->
             f"data.tokenizer = {wanted}, but {train.path} was prepared with another one "
             f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
         )
+    if identity and not wanted and (folder := _tokenizer_of_weights(config)):
+        with suppress(DataError):  # one that cannot be read here
+            if tokenizer(folder).identity != identity:
+                raise ConfigError(
+                    f"{train.path} was prepared with another tokenizer ({train.header.tokenizer}) "
+                    f"than that of the weights: prepare it again with --tokenizer {folder}, or set "
+                    f'data.tokenizer = "{train.header.tokenizer}" to train them on other tokens'
+                )
     if not config.train.sample_tokens:
         return
     try:

@@ -352,7 +352,7 @@ def _lock(path: Path) -> int:
     try:
         fd = open_descriptor(path, flags=os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise RunFolderError(f"{path.parent} is not a run folder: {error.strerror}") from error
+        raise RunFolderError(f"{path} cannot be locked: {error.strerror}") from error
     if not take(fd):
         owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)

@@ -10,6 +10,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -429,10 +430,17 @@ def _check(trained: TrainedModel, tokens: TokenFile, seq_len: int) -> None:
             f"{tokens.path} has tokens of a vocabulary of {header.vocab_size}, and {trained.path} "
             f"has one of {model.vocab_size}: prepare the text with the model's tokenizer"
         )
-    if trained.saved is not None and trained.saved.tokenizer != header.tokenizer:
+    trained_on = ""
+    with suppress(DataError):  # a folder without a tokenizer, or with one that cannot be read here
+        trained_on = (
+            tokenizers.tokenizer(str(trained.path)).identity
+            if trained.saved is None
+            else trained.saved.checkpoint.state["tokenizer"]
+        )
+    if trained_on and header.tokenizer_id not in ("", trained_on):
         raise ConfigError(
-            f"{tokens.path} was prepared with the tokenizer {header.tokenizer}, and {trained.path} "
-            f"was trained on tokens of {trained.saved.tokenizer}"
+            f"{tokens.path} was prepared with another tokenizer ({header.tokenizer}) than the one "
+            f"that {trained.path} was trained with: prepare the text with the model's tokenizer"
         )
     if seq_len > model.max_seq_len:
         raise ConfigError(

@@ -31,8 +31,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     good_folder(folder / "model")
     (folder / "text").write_text("some text to train on\n" * 40)
-    code = main(["prepare", str(folder / "text"), str(folder / "data")])
-    assert code == 0
+    prepare = ["prepare", str(folder / "text"), str(folder / "data")]
+    assert main([*prepare, "--tokenizer", str(folder / "model")]) == 0
     return folder
 
 

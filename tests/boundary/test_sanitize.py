@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 
@@ -41,6 +42,14 @@ def test_what_is_printable_stays_and_what_is_not_goes(text: str) -> None:
     assert sanitize(clean) == clean and one_line(text).isprintable()
     if text.isprintable():
         assert clean == text
+
+
+def test_a_locale_without_utf8_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1", newline=""))
+    with sanitized_output():
+        print("größe 長\x1b[2J", flush=True)
+    assert raw.getvalue() == "größe \\u9577\\ufffd[2J\n".encode("latin-1")
 
 
 def test_each_character_that_a_terminal_obeys_is_replaced() -> None:

@@ -215,6 +215,23 @@ def test_a_file_of_one_window_is_enough_and_less_is_an_error(tmp_path: Path, shu
         Batches(small, batch=3, seq_len=8, shuffle=shuffle)
 
 
+def test_a_file_written_meanwhile_ends_the_batches_and_one_replaced_does_not(
+    tmp_path: Path,
+) -> None:
+    file = counting_file(tmp_path / "a.bin", [1003])
+    batches = Batches(file, seq_len=8, batch=2)
+    expected = batches.at(2).tokens_BT
+    content = file.path.read_bytes()
+    file.path.rename(file.path.with_name("before"))
+    file.path.write_bytes(content[:4096])
+    assert torch.equal(batches.at(2).tokens_BT, expected), "the file of before is mapped"
+    file.path.with_name("before").rename(file.path)
+    with file.path.open("ab") as opened:
+        opened.write(b"x")
+    with pytest.raises(DataError, match=r"was written while it was in use: it has \d+ bytes"):
+        batches.at(2)
+
+
 def test_impossible_arguments_are_refused(file: TokenFile) -> None:
     for name, value in {"batch": 0, "seq_len": 0, "rank": 2, "world": 0}.items():
         options = {"batch": 1, "seq_len": 5, "rank": 0, "world": 2} | {name: value}

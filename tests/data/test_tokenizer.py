@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError
+from offloadtrain.integrations.own_model import tokenizer_files
 from tests import levels
 from tests.data import tiny
 
@@ -28,6 +29,13 @@ def test_bytes_decode_to_their_text_and_any_bytes_to_some_text(
     (encoded,) = encoding.encode_batch([text])
     assert encoding.decode(encoded.tolist()) == text
     assert isinstance(encoding.decode(tokens), str)
+
+
+def test_an_exported_folder_of_bytes_is_the_tokenizer_of_bytes(tmp_path: Path) -> None:
+    _, fast = tokenizer_files("bytes")
+    fast.save_pretrained(tmp_path)
+    assert tokenizer(str(tmp_path)).identity == tokenizer("bytes").identity
+    assert tokenizer(str(tiny.folder(tmp_path / "other"))).identity != "bytes"
 
 
 def test_a_folder_gives_the_tokens_of_transformers(tmp_path: Path) -> None:

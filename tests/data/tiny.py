@@ -67,11 +67,16 @@ def write_tokens(
     *,
     vocab_size: int,
     tokenizer: str,
+    tokenizer_id: str = "",
     fingerprint: str = "",
 ) -> None:
     """Write a whole token file, atomically. Raises as `TokenWriter` does."""
     with TokenWriter(
-        path, vocab_size=vocab_size, tokenizer=tokenizer, fingerprint=fingerprint
+        path,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        tokenizer_id=tokenizer_id,
+        fingerprint=fingerprint,
     ) as writer:
         for piece in pieces:
             writer.write(piece)

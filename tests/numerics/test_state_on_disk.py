@@ -19,7 +19,7 @@ import torch
 import offloadtrain as ot
 from offloadtrain.config.errors import ConfigError, DiskError
 from offloadtrain.runtime import disk_arena
-from offloadtrain.runtime.lanes import Lane, LaneError
+from offloadtrain.runtime.lanes import Lane, LaneError, SequentialLanes, on_lanes
 from offloadtrain.step.layout.step_spec import STATE_SLOTS
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch
@@ -157,9 +157,10 @@ def test_the_file_has_no_name(disk: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_forked_child_is_refused_and_does_not_hang(disk: dict[str, Any]) -> None:
     """It has the file, but no thread that moves it; its writes would be to the parent's state."""
-    optimizer = trained(3, **disk, working="disk")
+    with on_lanes(SequentialLanes()):
+        optimizer = trained(3, **disk, working="disk")
     if (child := os.fork()) == 0:
-        signal.alarm(60)  # ends a child that hangs
+        signal.alarm(30)  # ends a child that hangs
         try:
             optimizer.model(batches(1)[0])
         except DiskError as error:

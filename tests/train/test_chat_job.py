@@ -115,6 +115,13 @@ def test_an_exported_folder_is_evaluated_as_its_job_was(
     assert results[0] == results[1] and results[0]["tokens"] == counted > 0
     assert results[0]["loss"] == pytest.approx(total / counted, rel=1e-4)
     assert results[2]["loss"] != results[0]["loss"]
+    for name, begin, code in (("moved", "", 0), ("other", "<s>", 2)):
+        data = tmp_path / f"data-{name}"
+        prepare(chats, data, tokenizer=str(tiny.folder(tmp_path / name, begin=begin)))
+        for model in ("run", "out"):
+            command = ["eval", f"{tmp_path}/{model}", "--data", f"{data}/val.bin"]
+            assert main([*command, "--seq-len", "32"]) == code
+    assert capsys.readouterr().err.count("was prepared with another tokenizer") == 2
 
 
 def test_files_of_another_tokenizer_are_refused(tmp_path: Path, chats: Path) -> None:

@@ -323,7 +323,7 @@ def test_what_cannot_be_exported_evaluated_or_continued_is_refused(
         ("a", 256, "bytes"),
     ):
         path = tmp_path / f"{name}.bin"
-        write_tokens(path, pieces, vocab_size=size, tokenizer=tokenizer)
+        write_tokens(path, pieces, vocab_size=size, tokenizer=tokenizer, tokenizer_id=tokenizer)
     no_run, untrained, part, torn = (tmp_path / name for name in ("no", "run", "part", "torn"))
     (untrained / "checkpoints").mkdir(parents=True)
     for folder, names in ((part, ("config.json",)), (torn, ("config.json", "model.safetensors"))):
@@ -337,7 +337,7 @@ def test_what_cannot_be_exported_evaluated_or_continued_is_refused(
         ("neither a run folder", "export", no_run, tmp_path / "out"),
         ("has no checkpoint yet", "export", untrained, tmp_path / "out"),
         ("a vocabulary of 300", "eval", exported, "--data", tmp_path / "wide.bin"),
-        ("with the tokenizer another", "eval", trained_run, "--data", tmp_path / "o.bin"),
+        ("with another tokenizer (another)", "eval", trained_run, "--data", tmp_path / "o.bin"),
         ("sequence, 32", "eval", trained_run, "--data", tmp_path / "a.bin", "--seq-len", 64),
         ("or a checkpoint, nor a folder", "eval", no_run, "--data", tmp_path / "a.bin"),
         ("neither a run folder", "generate", no_run, "--prompt", "a"),

@@ -33,9 +33,17 @@ from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.plan import report
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import make
-from offloadtrain.train.build import assemble, described, needed_trace, open_tokens, tracer_of
+from offloadtrain.train.build import (
+    assemble,
+    check_tokenizers,
+    described,
+    needed_trace,
+    open_tokens,
+    tracer_of,
+)
 from offloadtrain.train.dry_run import laid_out
 from offloadtrain.train.trained_model import evaluate, open_model, open_saved
+from tests.data import tiny
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text
 
@@ -131,6 +139,22 @@ def test_wrong_keys_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"no num_attention_heads or n_head .*cannot be planned"):
         hf_job_of(tmp_path)
+
+
+def test_weights_are_trained_on_tokens_of_their_own_tokenizer(tmp_path: Path) -> None:
+    job = hf_job_of(tmp_path)
+    own, _ = open_tokens(job)
+    assert own.header.tokenizer == "bytes", "the folder has no tokenizer"
+    tiny.folder(tmp_path / "llama")
+    changed = replace(job, data=replace(job.data, cache=str(tmp_path / "own")))
+    assert open_tokens(changed)[0].header.tokenizer == str(tmp_path / "llama")
+    files = replace(job.data, source="", train=str(own.path), val="")
+    with pytest.raises(ConfigError, match=r"another tokenizer \(bytes\) than that of the weights"):
+        check_tokenizers(replace(job, data=files), own, None)
+    check_tokenizers(replace(job, data=replace(files, tokenizer="bytes")), own, None)
+    check_tokenizers(hf_job_of(tmp_path, "llama", "model.init=random"), own, None)
+    shutil.rmtree(tmp_path / "llama")
+    check_tokenizers(replace(job, data=files), own, None)
 
 
 def test_a_name_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,18 @@ def test_a_lock_whose_file_was_taken_away_meanwhile_is_taken_again(
     os.close(fd)
 
 
+def test_a_run_on_a_read_only_mount_is_called_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (tmp_path / "events").mkdir()
+    monkeypatch.setattr(run_folder, "open_descriptor", refused)
+    with pytest.raises(RunFolderError, match=r"lock cannot be locked: Read-only file system"):
+        RunFolder(tmp_path)
+
+
 def test_a_folder_that_cannot_be_made_or_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunFolderError, match="is not a run folder"):

@@ -119,15 +119,3 @@ def test_batch_norm_keeps_fp32_parameters() -> None:
     assert "correction" in fields["0.weight"]
     assert net[1].weight.dtype is torch.float32
     assert net[0].weight.dtype is torch.bfloat16
-
-
-def test_channels_last_weights_keep_their_strides() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
-    net = net.to(memory_format=torch.channels_last)
-    strides = [p.stride() for p in net.parameters()]
-    weights = [p.detach().clone() for p in net.parameters()]
-    optimizer = offloaded(net, precision="fp32")
-    assert [p.stride() for p in net.parameters()] == strides
-    assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
-    optimizer.backward(net(torch.randn(1, 3, 6, 6)).square().mean())
-    optimizer.step()

@@ -27,8 +27,6 @@ from tests.parallel.models import (
     MANY_EXPERTS,
     ComputesOutside,
     Residual,
-    divide_llama,
-    llama,
     residual_layers,
     squares,
     token_loss,
@@ -247,47 +245,6 @@ def test_meshes_and_divisions_that_are_refused(ranks: Run) -> None:
     )
 
 
-def refused_parts() -> dict[str, str]:
-    """Of two stages in two parts each."""
-    rank, messages = dist.get_rank(), {}
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
-    example = torch.zeros(2, 16, dtype=torch.int64)
-
-    def build(mesh: DeviceMesh = mesh, axis: DeviceMesh = mesh["tp"], **options: Any) -> Pipeline:
-        model = llama()
-        divide_llama(model, axis)
-        options = {"microbatches": 4, "device": "cpu", "loss_fn": token_loss} | options
-        return ot.pipeline(model, mesh, example=example, **options)
-
-    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    messages["mesh"] = message_of(lambda: build(replicas))
-    messages["part"] = message_of(lambda: build(clip_norm=1.0 + rank % 2))
-    messages["schedule"] = message_of(lambda: build(schedule="1f1b" if rank % 2 else "gpipe"))
-    experts = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "ep", "tp"))
-    messages["experts"] = message_of(lambda: build(experts, experts["tp"]))
-    pipeline = build()
-    pipeline.optimizers[0].param_groups[0]["lr"] = 0.1 * (1 + rank % 2)
-    inputs, target = KINDS["llama"].batch(0, 0)
-    pipeline.run(inputs, target=target)
-    messages["rate"] = message_of(pipeline.step)
-    pipeline.close()
-    return messages
-
-
-@pytest.mark.slow
-def test_parts_of_stages_that_differ_are_named(own_ranks: Run) -> None:
-    assert_messages(
-        own_ranks(4, refused_parts),
-        {
-            "mesh": "is a DTensor on 2 ranks, and 1 hold parts of the model",
-            "part": r"part 1 and part 0 differ in options: \('clip_norm', '2.0'\)",
-            "schedule": "part 1 and part 0 differ in schedule",
-            "experts": "stages of a pipeline divide experts or matrices",
-            "rate": "hyperparameters of part 1 are not those of part 0",
-        },
-    )
-
-
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -375,41 +332,6 @@ def targets_of_the_loss() -> str:
 def test_a_forgotten_target_is_none(ranks: Run) -> None:
     """And not zeros, towards which a model would train."""
     assert ranks(2, targets_of_the_loss) == ["[]", "[None, None, None, None]"]
-
-
-def continue_after_an_exception(folder: Path, schedule: str) -> None:
-    """The last stage's loss fails once; its loop tries to continue with the next batch."""
-    count, messages = 0, []
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        if count == 6:
-            raise ValueError("a bad batch")
-        return squares(output, target)
-
-    pipeline = in_stages(Masked(), schedule, loss_fn=loss)
-    for step in range(3):
-        x, y = KINDS["layers"].batch(step, 0)
-        messages.append(message_of(lambda x=x, y=y: pipeline.run(x, target=y)))
-        messages.append(message_of(pipeline.step))
-    messages.append(message_of(lambda: pipeline.evaluate(x[:2], target=y[:2])))
-    pipeline.close()
-    Path(folder, str(dist.get_rank())).write_text("\n".join(messages))
-    os._exit(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_no_run_follows_an_exception(own_ranks: Run, tmp_path: Path, schedule: str) -> None:
-    """It would get the messages of the microbatches that were left."""
-    with pytest.raises(RankFailedError):
-        own_ranks(2, continue_after_an_exception, tmp_path, schedule)
-    for rank, head in enumerate(["LostRankError: rank 0", "ValueError: a bad batch"]):
-        messages = Path(tmp_path, str(rank)).read_text().splitlines()
-        assert messages[:2] == ["nothing", "nothing"] and messages[2].startswith(head)
-        assert len(messages) == 7
-        assert all(text.startswith("PipelineError: an exception has left") for text in messages[3:])
 
 
 class ChangesDtype(Residual):

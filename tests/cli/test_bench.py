@@ -28,6 +28,7 @@ SMALL = ["bench", "adam", "--n", "4K", "--rounds", "1", "--threads", "1"]
 Captured = pytest.CaptureFixture[str]
 
 
+@pytest.mark.slow
 def test_adam_as_json_and_as_a_table(capsys: Captured) -> None:
     """A row per case; torch has its number of threads afterwards."""
     threads = torch.get_num_threads()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_model
 from torch import nn
 
 import offloadtrain as ot
@@ -39,15 +37,6 @@ def test_a_model_state_dict_is_a_copy_and_loads_back() -> None:
         assert torch.equal(state["master"], before[name].float()), name
     optimizer.backward(loss_of(net, batches(1)[0]))
     optimizer.step()  # the seal was renewed
-
-
-def test_safetensors_saves_a_tied_model(tmp_path: Path) -> None:
-    net = Chain(tied=True)
-    optimizer = offloaded(net)
-    save_model(net, str(tmp_path / "model.safetensors"))
-    loaded = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(loaded["embed.weight"], net.embed.weight)
-    optimizer.close()
 
 
 def saved(module: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 import offloadtrain as ot
 from offloadtrain.parallel.pipeline.stage_modules import cut, divide
@@ -356,3 +357,32 @@ def test_an_output_of_another_dtype_is_named(own_ranks: Run, tmp_path: Path) -> 
     first, second = (Path(tmp_path, str(rank)).read_text() for rank in range(2))
     assert first.startswith("ValueError: stage 0 returns (2, 8) torch.float16, and (2, 8) torch")
     assert "rank 0 (stage 1 of 2) has raised ValueError: stage 0 returns" in second
+
+
+def message_of_torchs_schedule(kind: str) -> str:
+    """The error of a loop of torch's parts over `offload`, with the defaults of torch."""
+    rank, many = dist.get_rank(), 2 if kind == "zero bubble" else 1
+    group = dist.new_group([rank], use_local_synchronization=True)
+    stages, optimizers = [], []
+    for number in range(many):
+        model = nn.Sequential(*layers(2))
+        optimizers.append(ot.offload(model, device="cpu", process_group=group, grad_accum_steps=4))
+        x = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
+        stages.append(PipelineStage(model, number * 2 + rank, 2 * many, torch.device("cpu"), x, x))
+    schedules = {"zero bubble": ScheduleInterleavedZeroBubble, "scaling": Schedule1F1B}
+    schedule = schedules[kind](stages if many > 1 else stages[0], 4, loss_fn=squares)
+    target = {} if rank == 0 else {"target": torch.zeros(8, 8)}
+    inputs = [torch.zeros(8, 8)] if rank == 0 else []
+    message = message_of(lambda: schedule.step(*inputs, **target))
+    for optimizer in optimizers:
+        optimizer.close()
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "message"), [("scaling", "scale_grads=True"), ("zero bubble", "zero-bubble schedule")]
+)
+def test_schedules_that_would_be_silently_wrong(own_ranks: Run, kind: str, message: str) -> None:
+    messages = own_ranks(2, message_of_torchs_schedule, kind)
+    assert any(message in text for text in messages), messages

@@ -265,7 +265,8 @@ def missing_paths(text: str) -> list[str]:
     """Return the files of code and the folders that a page names and that do not exist; a bare name
     may be a file of any folder."""
     missing = []
-    for path in re.findall(r"`([\w./-]+)`", text) + re.findall(r" (tests/[\w/.]+)", text):
+    tests = re.findall(r"(?<![\w/])((?:\w+/)+test_\w+\.py)", text)
+    for path in re.findall(r"`([\w./-]+)`", text) + re.findall(r" (tests/[\w/.]+)", text) + tests:
         folder = path.endswith("/") and (ROOT / path.split("/")[0]).is_dir()
         if not folder and path.rpartition(".")[2] not in CODE:
             continue
@@ -278,5 +279,6 @@ def missing_paths(text: str) -> list[str]:
 def test_every_path_that_a_page_names_exists() -> None:
     missing = {page.name: missing_paths(page.read_text()) for page in PAGES}
     assert {page: paths for page, paths in missing.items() if paths} == {}
-    text = "`a.b` `step/layout/formats.py` `step/gone.py` `tests/gone/` `control/` tests/gone.py"
-    assert missing_paths(text) == ["step/gone.py", "tests/gone/", "tests/gone.py"]
+    text = "`a.b` `step/layout/formats.py` `step/gone.py` `tests/gone/` `control/` tests/gone.py "
+    gone = ["step/gone.py", "tests/gone/", "tests/gone.py", "step/test_gone.py"]
+    assert missing_paths(f"{text} T`step/test_gone.py") == gone

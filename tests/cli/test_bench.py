@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.cli.bench import scale
 from offloadtrain.cli.bench import step as paced
 from offloadtrain.cli.bench.adam import DEEPSPEED_ZERO2, LIMIT, ONE_PASS, Label, rows_of, table
 from offloadtrain.cli.bench.rounds import measure, ratio
-from offloadtrain.cli.bench.scale import CASES
 from offloadtrain.cli.bench.step import MILLISECONDS
 from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.cli.main import main
@@ -28,6 +26,7 @@ SMALL = ["bench", "adam", "--n", "4K", "--rounds", "1", "--threads", "1"]
 Captured = pytest.CaptureFixture[str]
 
 
+@pytest.mark.slow
 def test_adam_as_json_and_as_a_table(capsys: Captured) -> None:
     """A row per case; torch has its number of threads afterwards."""
     threads = torch.get_num_threads()
@@ -147,20 +146,6 @@ def test_a_step_on_more_ranks(capsys: Captured) -> None:
         assert row["efficiency"] == 1.0 if row["ranks"] == 1 else row["efficiency"] > 0
         if row["case"].startswith("paced"):
             assert row["step_ms"] > 2 * (MILLISECONDS["forward"] + MILLISECONDS["backward"])
-
-
-def test_ranks_are_compared_with_their_prediction() -> None:
-    """Each of two ranks has half of the copies and of Adam, and sends the rest."""
-    predicted = {
-        case: [scale.predicted(case, count, layers=4) for count in (1, 2)] for case in CASES
-    }
-    assert predicted.pop("demo") == [None, None]
-    for alone, two in predicted.values():
-        assert alone == 1.0 and two is not None and 0.5 < two < 2.0
-    measured = {(case, count): [50.0, 40.0, 60.0] for case in CASES for count in (1, 2)}
-    rows = [scale._row(case, 2, measured, 4) for case in CASES]
-    assert [(row.step_ms, row.efficiency) for row in rows] == [(50.0, 1.0)] * len(rows)
-    assert all(case in scale.table(rows) for case in CASES)
 
 
 @pytest.mark.slow

@@ -144,24 +144,6 @@ def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> N
     assert (tmp_path / "notes.toml").read_text() == "answer = 42\n"
 
 
-def test_a_machine_file_that_cannot_be_written(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old one is still there, and nothing else."""
-
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    file, report = tmp_path / "mine.toml", examine.Report(machine=find("h100")[1])
-    file.write_text(dump(find("h200")[1], "old"))
-    monkeypatch.setattr(examine, "examine", lambda *args, **kwargs: report)
-    monkeypatch.setattr("os.fsync", full)
-    assert doctor("--save", file) == USAGE
-    err = capsys.readouterr().err
-    assert err == f"--save {file} cannot be written: No space left on device\n"
-    assert list(tmp_path.iterdir()) == [file] and find(str(file))[1] == find("h200")[1]
-
-
 @pytest.mark.gpu(until="torch.cuda.get_device_name")
 def test_a_gpu_is_measured(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch

@@ -249,39 +249,6 @@ RATING = {"disk_tbw"}
 """A figure of its data sheet."""
 
 
-def put(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
-
-
-def test_memory_limits_of_both_versions(tmp_path: Path) -> None:
-    mount, membership = tmp_path / "cgroup", tmp_path / "membership"
-    put(membership, "4:memory:/box/inner\n0::/job")
-    assert examine.memory_limit(mount, membership) is None
-    put(mount / "memory.max", "max")
-    put(mount / "memory/memory.limit_in_bytes", str(1 << 62))
-    assert examine.memory_limit(mount, membership) is None  # how version 1 says so
-    put(mount / "memory/box/memory.limit_in_bytes", str(32 * GIB))
-    assert examine.memory_limit(mount, membership) == 32 * GIB
-    put(mount / "job/memory.max", str(16 * GIB))
-    assert examine.memory_limit(mount, membership) == 16 * GIB
-
-
-def test_nodes_and_allowed_memories(tmp_path: Path) -> None:
-    put(tmp_path / "devices/system/node/node1/cpulist", "8-9,12")
-    put(tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node", "1")
-    put(tmp_path / "bus/pci/devices/0000:5e:00.0/numa_node", "-1")
-    assert examine.numa_nodes(tmp_path) == {1: [8, 9, 12]}
-    assert examine.gpu_node("0000:3b:00.0", tmp_path) == 1
-    assert examine.gpu_node("0000:5e:00.0", tmp_path) is None
-    assert examine.gpu_node("0000:ff:00.0", tmp_path) is None
-    assert examine.gpu_node(None, tmp_path) is None
-    put(tmp_path / "status", "Name:\tx\nMems_allowed_list:\t0-1")
-    assert examine.allowed_memories(tmp_path / "status") == [0, 1]
-    put(tmp_path / "status", "Name:\tx")
-    assert examine.allowed_memories(tmp_path / "status") == []
-
-
 def test_a_gpu_without_a_context_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: int) -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old.\nUpdate it.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 
 from benchmarks.plot_sweep import plot
 from offloadtrain.cli.main import main
-from offloadtrain.config import job as jobs
-from offloadtrain.config.hf_model import PUBLISHED_MODELS, published_name, require_folder
+from offloadtrain.config.hf_model import PUBLISHED_MODELS
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
@@ -84,32 +82,13 @@ def test_the_values_as_json_add_up(capsys: Captured) -> None:
     assert "this machine" in as_json(capsys, "demo")["machine"]
 
 
-def test_experts_count_in_bytes_and_those_of_a_token_in_flops(capsys: Captured) -> None:
-    """A step takes the FLOPs of a model with two experts that all tokens use."""
-    plans = []
-    for experts in (2, 8):
-        changed = ("--set", f"model.num_experts={experts}")
-        plans.append(as_json(capsys, "demo_experts", "--machine", "cpu2", *changed))
-    few, many = plans
-    assert few["params"] == few["active_params"]
-    router = 4 * 6 * 192  # of four layers, for six more experts
-    assert many["active_params"] == few["active_params"] + router
-    assert many["params"] == few["params"] + 4 * 6 * 3 * 192 * 256 + router
-    for owner in ("master weights", "exp_avg"):
-        grown = many["host_bytes"][owner] - few["host_bytes"][owner]
-        assert grown == 4 * (many["params"] - few["params"])
-    flops = [each["step"]["tflops"] * each["step"]["seconds"] * 1e12 for each in plans]
-    assert flops[1] - flops[0] == pytest.approx(6 * router * many["batch_tokens"])
-    out = printed(capsys, "demo_experts", "--machine", "cpu2")
-    assert "5.41M parameters, 1.88M active per token (2 of 8 experts)" in out
-
-
 def changes_in(out: str) -> list[tuple[float, str]]:
     """The proposed changes of a plan: their tokens per second in thousands, and their keys."""
     lines = [line.split(" tokens/s  ") for line in out.splitlines() if " tokens/s  " in line]
     return [(float(before.split()[-1].rstrip("k")), keys) for before, keys in lines]
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_proposes_changes_that_do(capsys: Captured) -> None:
     small = [*SMALL, "model.num_layers=4", "model.vocab_size=8192"]
     arguments = ["demo", "--machine", "v100_32gb", "--gpu-memory", "1300MiB", *small]
@@ -177,34 +156,6 @@ def test_no_larger_model_fits_and_the_page_has_these_rows() -> None:
         assert cell.strip() == f"{row.model}, {rate}"
 
 
-def test_rows_of_the_largest_models_are_printed_one_by_one(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(largest, "MODELS", models("gpt2-124m"))
-    machine = find("rtx4090")[1]
-    computed: list[object] = []
-    rows = (computed.append(row) or row for row in largest.largest("rtx4090", machine))
-    lines = largest.table(rows, machine, 1)
-    head, first = next(lines), next(lines)
-    assert "tokens/s" in head and "gpt2-124m" in first and len(computed) == 1
-    assert "-" in printed(
-        capsys, "--largest", "--machine", "v100_32gb", "--host-memory", "3GiB", code=4
-    )
-
-
-@pytest.mark.parametrize("keys", [["ranks.tensor=2"], ["ranks.expert=2", "model.num_experts=4"]])
-def test_a_sweep_of_divided_jobs(capsys: Captured, keys: list[str]) -> None:
-    """From the fewest GPUs that can be divided so; of others it says why not."""
-    changes = [part for key in (*keys, "train.sample_tokens=0") for part in ("--set", key)]
-    points = as_json(capsys, "demo", "--machine", "dgx2", "--sweep", "gpus=1,2,4", *changes)[
-        "points"
-    ]
-    ours = [point for point in points if point["system"] == "offloadtrain"]
-    assert {point["stage"] for point in ours} == {1, 2, 3}
-    alone, *divided = (point["problem"] for point in ours if point["stage"] == 1)
-    assert re.match(rf"{keys[0].replace('=', ' = ')} and 1 rank", alone) and divided == ["", ""]
-
-
 def test_a_sweep(tmp_path: Path, capsys: Captured) -> None:
     arguments = ["demo", "--machine", "dgx2", "--sweep", "gpus=4,1,16,32", *SMALL]
     points = as_json(capsys, *arguments)["points"]
@@ -230,43 +181,6 @@ def test_a_sweep(tmp_path: Path, capsys: Captured) -> None:
         file = tmp_path / f"sweep.{ending}"
         plot(planned, str(file))
         assert file.stat().st_size > 5000
-
-
-def test_two_gpus_of_a_desktop_share_its_lanes(capsys: Captured) -> None:
-    """Each has half the bandwidth of one alone."""
-    plans = []
-    for gpus in (1, 2):
-        plans.append(as_json(capsys, "llama_1b", "--machine", "rtx3090", "--gpus", gpus))
-    assert plans[1]["ranks"] == 2 and plans[1]["hosts"] == 1
-    rates = [run["step"]["d2h_bytes"] / run["step"]["busy_s"]["d2h"] / 1e9 for run in plans]
-    assert rates == pytest.approx([24, 12], rel=0.02)
-    single, double = (run["step"]["tokens_per_s"] for run in plans)
-    assert 1 < double / single <= 2
-    assert plan("llama_1b", "--machine", "rtx3090", "--gpus", 4) == 2
-    assert "has 2 on its only host" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_largest_model_of_two_gpus(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest, "MODELS", models("Llama-2-7B", "Qwen2.5-3B", "gpt2-355m"))
-    rows = []
-    for gpus in (1, 2):
-        rows.append(
-            {
-                (r["weights"], r["state"]): r
-                for r in as_json(capsys, "--largest", "--machine", "rtx3090", "--gpus", gpus)[
-                    "rows"
-                ]
-            }
-        )
-    single, double = rows
-    streamed = double["host", "int8"]["plan"]
-    assert streamed["ranks"] == 2 and streamed["fits"]
-    for row in single:  # the host is the same, and its bytes are shared out
-        assert double[row]["model"] == single[row]["model"] != ""
-    assert "2 GPUs: device of each" in printed(
-        capsys, "--largest", "--machine", "rtx3090", "--gpus", 2
-    )
 
 
 @pytest.mark.slow
@@ -448,14 +362,6 @@ def test_what_a_model_cannot_do_is_not_tried_and_an_answer_is_printed(
     assert "not tried: the loss of Gemma3ForCausalLM cannot be computed in" in record.message
 
 
-def test_a_sequence_longer_than_a_usual_step_is_a_step() -> None:
-    """Of a question; on each rank as many."""
-    for ranks in (1, 2):
-        keys = ("data.seq_len=131072",)
-        job = question.asked("a", "hf", "Llama-3.2-3B", keys, ranks, lambda line: None).job
-        assert (job.train.micro_batch, job.batch_tokens) == (ranks, ranks * 131072)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     ("values", "keys"), [({}, ("model.lora={r = 4}",)), ({"tie_word_embeddings": True}, ())]
@@ -542,24 +448,6 @@ def test_a_quantized_model_is_planned_and_says_what_training_starts_from(
         assert plain["answer"] == answer
 
 
-def test_published_models_have_names(capsys: Captured) -> None:
-    for name, known in (
-        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
-        ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B"),
-        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
-        ("google/gemma-3-12b-it", "google/gemma-3-12b"),
-        ("gpt-oss-20b", "openai/gpt-oss-20b"),
-        ("gpt-oss", ""),
-        ("", ""),
-    ):
-        assert published_name(name) == known
-    job = "name='x'\nmodel.hf='Qwen/Qwen3-8B'\ndata.train='x'\ndata.seq_len=64\ntrain.steps=1\n"
-    config = jobs.loads(job, "x", (), print)  # can be planned
-    with pytest.raises(jobs.ConfigError, match=r"Qwen3-8B.*download a model by its name first"):
-        require_folder(config.hf)
-
-
 @pytest.mark.slow
 def test_published_models_have_their_parameters_and_are_planned(capsys: Captured) -> None:
     """As their pages state them, to the last one."""
@@ -611,17 +499,7 @@ def test_a_search_tries_selective_recompute(capsys: Captured) -> None:
     assert answer.best.prediction.tokens_per_s == max(rates.values()) == rates["selective", 4]
 
 
-def test_a_plan_says_on_a_terminal_that_it_is_in_the_making(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offloadtrain.cli.commands.plan.FIRST_SAID_S", 0.0)
-    monkeypatch.setattr("offloadtrain.train.log.console._LOOK_EVERY_S", 0.0005)
-    for terminal in (False, True):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        assert plan("demo", "--machine", "cpu2", *SMALL[:2]) == 0
-        assert ("... planning: " in capsys.readouterr().err) == terminal
-
-
+@pytest.mark.slow
 def test_the_search_prints_divisions_and_the_keys_of_the_fastest(capsys: Captured) -> None:
     search = ("debug", "--machine", "rtx4090", "--gpus", "2", "--search")
     small = ("--set", "device.kind=auto", "model.tie_embeddings=false", "model.num_layers=4")

@@ -150,27 +150,6 @@ print("goes on in", run, flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("counted", [1, 0])
-def test_a_rank_that_the_kernel_kills_in_a_unified_hierarchy(
-    launched: Start, tmp_path: Path, counted: int
-) -> None:
-    """`memory.events` of its group counts; a kill that it does not count has another cause."""
-    (tmp_path / "job").mkdir()
-    (tmp_path / "membership").write_text("0::/job\n")
-    events = tmp_path / "job" / "memory.events"
-    events.write_text("oom 0\noom_kill 3\n")
-    does = f"""
-if rank:
-    Path({str(events)!r}).write_text("oom 1\\noom_kill {3 + counted}\\n")
-    os.kill(os.getpid(), signal.SIGKILL)
-until_stopped()
-"""
-    out, err = result(launched(does))
-    assert out == "code 1\n" and "rank 1 (pid" in err and "was killed by SIGKILL" in err
-    assert ("probably out of memory: the kernel has killed" in err) == bool(counted)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hangs", "doing"),
     [

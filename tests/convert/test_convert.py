@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -36,7 +35,6 @@ from offloadtrain.train.trained_model import open_saved
 from tests.convert.foreign_sources import save_dcp, save_torch, save_zero, state_of
 from tests.train.small_job import run, small_job, tensor_hashes
 from tests.train.test_hf_jobs import LORA, hf_job_of
-from tests.train.test_resume import SKIPS
 
 BEFORE, AFTER = 3, 6
 PLAIN = (
@@ -200,56 +198,12 @@ def test_our_run_goes_on_under_distributed_checkpoint(plain: Reference, tmp_path
     assert tensor_hashes(tmp_path / "back", BEFORE) == tensor_hashes(tmp_path / "run", BEFORE)
 
 
-def test_one_group_loads_into_an_optimizer_over_all_parameters(tmp_path: Path) -> None:
-    job = small_job(tmp_path, *PLAIN, "optim.decay=all", "model.tie_embeddings=true")
-    content = exported(replace(job, train=replace(job.train, steps=2)), tmp_path)
-    model = Transformer(job.model)
-    adam = torch.optim.AdamW(model.parameters())
-    model.load_state_dict(content["model"])
-    adam.load_state_dict(content["optimizer"])
-    assert_same(state_of(model, adam), state_in(tmp_path / "run"))
-    assert adam.param_groups[0]["fused"] and adam.param_groups[0]["weight_decay"] == 0.1
-    assert {float(entry["step"]) for entry in adam.state.values()} == {2.0}
-
-
 def exported(job: Config, folder: Path) -> dict[str, Any]:
     """Train a job in the folder's run; return the file of torch that it is converted to."""
     assert run(job, folder / "run") == 0
     assert main(["convert", str(folder / "run"), str(folder / "a.pt"), "--to", "torch"]) == 0
     content: dict[str, Any] = torch.load(folder / "a.pt", weights_only=True)
     return content
-
-
-def test_steps_of_stacked_experts_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = small_job(tmp_path, *PLAIN, *SKIPS)
-    content = exported(replace(job, train=replace(job.train, steps=3)), tmp_path)
-    message = r"stacked experts have steps from \d to \d; torch has one for each tensor, 3"
-    assert re.search(message, capsys.readouterr().err)
-    assert {float(entry["step"]) for entry in content["optimizer"]["state"].values()} == {3.0}
-
-
-@pytest.mark.parametrize("state", ["split16", pytest.param("int8", marks=pytest.mark.long)])
-def test_narrow_state_is_encoded_once(
-    plain: Reference, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As the engine's own conversion of the same fp32 checkpoint to that format."""
-    narrow = (f"offload.state={state}", "offload.precision=bf16")
-    assert plain.convert("torch", tmp_path / "run", "--set", *narrow) == 0
-    assert f'offload.state = "{state}": its encoder' in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.pt"), "--to", "torch"]) == 0
-    content = torch.load(tmp_path / "a.pt", weights_only=True)
-    names = [
-        name for group in content["optimizer"]["param_groups"] for name in group["param_names"]
-    ]
-    for key, name in enumerate(names):
-        entry, wanted = content["optimizer"]["state"][key], plain.before[name]
-        if state == "split16":
-            assert torch.equal(content["model"][name], wanted["master"]), name
-            assert torch.equal(entry["exp_avg"], wanted["exp_avg"].bfloat16().float()), name
-        else:
-            assert torch.allclose(content["model"][name], wanted["master"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -285,16 +239,6 @@ def test_what_does_not_fit_makes_nothing(
         output = capsys.readouterr()
         assert message in output.err and output.out == ""
         assert list(tmp_path.iterdir()) == []
-
-
-def test_other_hyperparameters_are_reported(
-    plain: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ("optim.betas=[0.8, 0.9]", "optim.weight_decay=0.2")
-    assert plain.convert("zero 2", tmp_path / "run", "--set", *more) == 0
-    output = capsys.readouterr().err
-    assert "betas = [0.9, 0.95] there and optim.betas = [0.8, 0.9] in the job" in output
-    assert "weight_decay = 0.1 of matrices there and 0.2 in the job" in output
 
 
 def full(*_: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job
-from offloadtrain.config.errors import ConfigError
 from offloadtrain.convert import deepspeed_config
 from offloadtrain.convert.deepspeed_config import Imported
 
@@ -153,46 +151,6 @@ def test_zero_3_with_auto_and_a_script(tmp_path: Path) -> None:
     assert {"fp16.loss_scale_window", "fp16.min_loss_scale"} < set(result.unmapped)
 
 
-def test_auto_without_arguments_is_left_to_them(tmp_path: Path) -> None:
-    result = imported(ZERO3, tmp_path)
-    assert "precision" not in result.tables["offload"] and "lr" not in result.tables["optim"]
-    assert result.undecided["optimizer.params.lr"] == "TrainingArguments' learning_rate decides"
-    assert "bf16.enabled" in result.undecided
-    decisions = result.undecided_in_a_job()
-    assert decisions.keys() == result.undecided.keys()
-    assert decisions["optimizer.params.lr"].endswith(
-        "decides; until you set it, optim.lr is 0.0003"
-    )
-    assert decisions["optimizer.params.betas"].endswith("optim.betas is (0.9, 0.95)")
-    assert decisions["bf16.enabled"] == result.undecided["bf16.enabled"]
-
-
-def test_what_has_no_counterpart_is_listed(tmp_path: Path) -> None:
-    for key, value, reason in (
-        ("zero_optimization__offload_optimizer__device", "tape", "the tiers are cpu, none, nvme"),
-        ("zero_optimization__offload_param__device", "tape", "the tiers are cpu, none, nvme"),
-        ("zero_optimization__offload_param__max_in_cpu", 10**9, "a few slots"),
-        ("zero_optimization__offload_optimizer__ratio", 0.4, "all of the state"),
-        ("zero_optimization__zero_quantized_weights", True, r"ZeRO\+\+"),
-        ("zero_optimization__stage", 0, "always in shards"),
-        ("zero_optimization__stage4", 1, "unknown key; did you mean zero_optimization.stage"),
-        ("optimizer__type", "OneBitAdam", "no optimizer of a job"),
-        ("optimizer__params__amsgrad", True, "AMSGrad"),
-        ("scheduler__type", "OneCycle", "the schedules are"),
-        ("scheduler__params__warmup_max_lr", 1e-4, "optim.lr = 3e-05"),
-        ("fp16__loss_scale", 128, "a fixed loss scale"),
-        ("aio__block_size", 1, "read ahead and written behind"),
-        ("gradient_cliping", 1.0, "did you mean gradient_clipping"),
-        ("elasticity", {}, "any number of ranks"),
-    ):
-        result = imported(changed(ZERO2, **{key: value}), tmp_path)
-        assert re.search(reason, result.unmapped[key.replace("__", ".")]), key
-    negative = imported(changed(ZERO2, gradient_clipping=-1.0), tmp_path)
-    assert "not positive" in negative.unmapped["offload.clip_norm"]
-    wrong = changed(ZERO2, zero_optimization__offload_param={"device": "cpu"})
-    assert imported(wrong, tmp_path).tables["offload"]["working"] == "host"
-
-
 def test_every_key_is_mapped_or_listed(tmp_path: Path) -> None:
     """Of each key alone: the job changes, or the key is in a list."""
     nothing = imported({}, tmp_path)
@@ -235,18 +193,6 @@ def test_adam_is_adamw_unless_the_mode_is_off(tmp_path: Path) -> None:
     assert result.tables["optim"]["name"] == "adam"
     result.mixin()
     assert "optimizer_cls_and_kwargs" in result.unmapped["optim.name"]
-
-
-def test_arguments_of_a_file(tmp_path: Path) -> None:
-    arguments = json.dumps({"learning_rate": 1e-4, "max_grad_norm": 0.0, "fp16": True})
-    result = imported(ZERO3, tmp_path, arguments)
-    assert result.tables["optim"]["lr"] == 1e-4
-    assert result.tables["offload"]["clip_norm"] is None
-    assert result.tables["offload"]["precision"] == "fp16"
-    assert "clip_norm = 0" in result.job()
-    for wrong in ("x = (1)", "TrainingArguments(", "SFTConfig(); SFTConfig()"):
-        with pytest.raises(ConfigError, match=r"args\.py (is not Python|makes TrainingArguments)"):
-            imported(ZERO3, tmp_path, wrong)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,16 +120,6 @@ def test_a_deepspeed_run_is_read_by_its_newest_tag(tmp_path: Path) -> None:
         values([tmp_path / "run"], Toy())
 
 
-@pytest.mark.slow
-def test_narrow_weights_are_widened_with_a_note(tmp_path: Path) -> None:
-    model, adam = trained_toy()
-    weights = {k: v.bfloat16() if v.ndim else v for k, v in model.state_dict().items()}
-    torch.save({"model": weights, "optimizer": adam.state_dict()}, tmp_path / "a.pt")
-    tensors, facts = values([tmp_path / "a.pt"], Toy())
-    assert torch.equal(tensors["first.weight"]["master"], model.first.weight.bfloat16().float())
-    assert "torch.bfloat16: masters have these values" in facts["notes"][0]
-
-
 def _without(key: str) -> Callable[[dict[str, Any]], object]:
     return lambda content: content["model"].pop(key)
 

@@ -4,7 +4,6 @@ ranks; and what packing makes of documents."""
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
@@ -17,9 +16,6 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data.batches import (
-    CHOSEN,
-    MASKED,
-    RANDOM,
     Batch,
     Batches,
     Masking,
@@ -196,16 +192,6 @@ def test_the_state_is_the_global_position_and_is_refused_for_other_data(
             wrong.load_state_dict(state)
 
 
-def test_evaluation_samples_the_entire_file_in_the_same_order_each_epoch(file: TokenFile) -> None:
-    batches = Batches(file, batch=1, seq_len=10, shuffle=False)
-    first_epoch = starts(batches, 100)
-    assert first_epoch == starts(batches, 100)
-    assert sorted(first_epoch) == list(range(0, 1000, 10))
-    assert first_epoch == starts(Batches(file, batch=1, seq_len=10, seed=5, shuffle=False), 100)
-    quarters = Counter(start * 4 // 1003 for start in first_epoch[:8])
-    assert all(1 <= quarters[quarter] <= 4 for quarter in range(4))
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_file_of_one_window_is_enough_and_less_is_an_error(tmp_path: Path, shuffle: bool) -> None:
     small = counting_file(tmp_path / "a.bin", [8])
@@ -263,25 +249,6 @@ def test_every_size_is_a_bijection(size: int, seed: int, epoch: int) -> None:
         Permutation(0, seed, epoch)
 
 
-def test_sizes_beyond_memory_work() -> None:
-    size = (1 << 62) + 12345
-    places = np.unique(np.linspace(0, size - 1, 1000, dtype=np.int64))
-    moved = Permutation(size, 1, 2)(places)
-    assert len(set(moved.tolist())) == len(places)
-    assert moved.min() >= 0 and moved.max() < size
-
-
-@pytest.mark.parametrize("size", [64, 1000, 65536])
-def test_elements_go_anywhere_with_equal_chance(size: int) -> None:
-    """Mean place of the first and last elements, and neighbours that stay together."""
-    seeds = range(400)
-    ends = np.array([Permutation(size, s, 0)(np.array([0, 1, size - 1])) for s in seeds]) / size
-    # the mean of 400 uniform numbers is within 5 deviations of one half
-    assert np.abs(ends.mean(axis=0) - 0.5).max() < 5 * 12**-0.5 / 20
-    together = np.abs(ends[:, 0] - ends[:, 1]) * size <= 1.5
-    assert together.mean() < 2 / size + 5 * (2 / size / 400) ** 0.5
-
-
 # ---- masked language modelling
 
 MASKING = Masking(mask_token=1 << 20, vocab_size=1 << 20)
@@ -308,27 +275,6 @@ def batches_of(documents: TokenFile, batch: int = 4, **options: Any) -> Batches:
 def assert_equal(batch: Batch, expected: Batch) -> None:
     for x, wanted in zip(batch, expected, strict=True):
         assert x is not None and wanted is not None and torch.equal(x, wanted)
-
-
-@pytest.mark.slow
-def test_shares_are_those_of_bert() -> None:
-    samples = np.arange(3000)
-    tokens = np.broadcast_to(np.arange(512), (3000, 512))
-    masking = Masking(mask_token=700, vocab_size=600)
-    chosen, hidden = masking.chosen(1, samples, 512), masking.hidden(tokens, 1, samples)
-    # 1.5M places: each share within 5 standard deviations of its own.
-    for drawn, share, among in (
-        (chosen, CHOSEN, chosen.size),
-        (hidden[chosen] == 700, MASKED, chosen.sum()),
-        ((hidden != 700)[chosen] & (hidden != tokens)[chosen], RANDOM, chosen.sum()),
-    ):
-        expected = share * (599 / 600 if share == RANDOM else 1)
-        assert abs(drawn.mean() - expected) < 5 * (share * (1 - share) / among) ** 0.5
-    random = hidden[(hidden != 700) & (hidden != tokens)]
-    assert random.min() == 0 and random.max() == 599
-    # By place as by sample: no column and no row is chosen much more often than another.
-    assert np.abs(chosen.mean(0) - CHOSEN).max() < 6 * (CHOSEN * 0.85 / 3000) ** 0.5
-    assert np.abs(chosen.mean(1) - CHOSEN).max() < 6 * (CHOSEN * 0.85 / 512) ** 0.5
 
 
 def test_targets_are_the_hidden_tokens(documents: TokenFile) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from offloadtrain.data import encode, records
+from offloadtrain.data import records
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, TokenFile
@@ -215,26 +215,6 @@ def test_another_tokenizer_or_template_is_another_result(tmp_path: Path, folder:
         assert documents(files.train) == expected
 
 
-@pytest.mark.slow
-def test_processes_give_the_same_file(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, options = _jsonl(tmp_path / "a", chat_rows(40)), {"val_fraction": 0.5}
-    alone = prepare(source, tmp_path / "alone", tokenizer=str(folder), **options)
-    monkeypatch.setattr(encode, "PROCESSES_FROM_BYTES", 0)
-    monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
-    monkeypatch.setattr(records, "PIECE_BYTES", 999)
-    executors: list[Any] = []
-    real = encode._executor
-    monkeypatch.setattr(
-        encode, "_executor", lambda *x: (executors.append(real(*x)), executors[-1])[1]
-    )
-    spread = prepare(source, tmp_path / "spread", tokenizer=str(folder), jobs=2, **options)
-    assert [type(executor[0]).__name__ for executor in executors] == ["ProcessPoolExecutor"]
-    assert documents(alone.train) == documents(spread.train)
-    assert documents(alone.val) == documents(spread.val)
-
-
 CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
     "forgetful": (
         tiny.FORGETFUL,
@@ -427,28 +407,3 @@ def test_the_completion_of_bytes_and_of_messages_counts(tmp_path: Path, folder: 
     ((ids, mask),) = documents(files.train)
     assert ids == words.apply_chat_template(CHAT)["input_ids"]
     assert counted_text(words, ids, mask) == "it is the hat, the hat<|im_end|>\n"
-
-
-def test_a_bad_row_of_a_table_is_named(tmp_path: Path) -> None:
-    source = _parquet(tmp_path / "a", [{"text": "one"}, {"text": None}, {"text": "three"}])
-    with pytest.raises(DataError, match=r'a\.parquet: row 2: field "text" is not a string'):
-        prepare(source, tmp_path / "out")
-    files = prepare(source, tmp_path / "out", bad_lines="skip", val_fraction=0.0)
-    assert files.train_documents == 2 and files.skipped_lines == 1
-
-
-def test_a_long_text_is_cut_at_words(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "PIECE_BYTES", 70)
-    text = "what is \u00e9\u4e2d it? the hat\n" * 30 + "\u4e2d" * 100 + " the cat" * 30
-    (tmp_path / "a.txt").write_text(text)
-    words = tokenizer(str(folder))
-    files = prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
-    ((ids, _),) = documents(files.train)
-    assert words.decode(ids) == text + "<|endoftext|>"
-    (uncut,) = words.encode_batch([text])
-    assert len(uncut) + 1 <= len(ids) <= len(uncut) + 10
-    files = prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.1)
-    (train,), (val,) = documents(files.train), documents(files.val)
-    assert words.decode(train[0][:-1] + val[0][:-1]) == text

@@ -8,26 +8,18 @@ import json
 import os
 import random
 import shutil
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.data import encode, records
-from offloadtrain.data.encode import Encoder
 from offloadtrain.data.prepare import PreparedFiles, prepare
-from offloadtrain.data.source import SourceFile, find_files
-from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.data.source import SourceFile
 from offloadtrain.data.tokens import DataError, TokenFile
-from tests import levels
-
-READING = encode.Reading(Encoder(tokenizer("bytes"), "text", "text"), 0, keep_going=False)
 
 
 def tokens(path: Path | None) -> bytes:
@@ -132,22 +124,6 @@ def test_any_number_of_jobs_and_pieces_gives_the_same_files(
     assert files.train_documents + files.val_documents == 97
 
 
-@levels.examples(60)
-@given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=20), piece=st.integers(1, 60))
-def test_jsonl_cut_anywhere_gives_each_line_once(
-    texts: list[str], piece: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = written(tmp_path_factory.mktemp("jsonl"), {"a.jsonl": jsonl(texts)})
-    expected = b"".join(t.encode("utf-8", "surrogatepass") + b"\0" for t in texts if t)
-    (file,) = find_files(folder / "a.jsonl", excluded=folder / "out")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "PIECE_BYTES", piece)
-        results = [encode.read_pieces((p,), READING) for p in records.cut(file)]
-    parts = (part for result in results for part in result.train.parts)
-    assert b"".join(part.tobytes() for part in parts) == expected
-    assert sum(result.lines for result in results) == len(texts)
-
-
 def test_held_out_documents_follow_their_name_or_text_not_their_place(tmp_path: Path) -> None:
     names = [f"{i:03}.txt" for i in range(200)]
 
@@ -166,42 +142,6 @@ def test_held_out_documents_follow_their_name_or_text_not_their_place(tmp_path: 
     train, val = (set(raw.split(b"\0")) - {b""} for raw in both(files))
     assert train and val and not train & val
     assert len(train | val) == 50
-
-
-def test_no_side_is_left_without_a_document(tmp_path: Path) -> None:
-    texts = [f"document {i}" for i in range(5)]
-    text = written(tmp_path / "text", {f"{i}.txt": t.encode() for i, t in enumerate(texts)})
-    table = written(tmp_path / "table", {"a.jsonl": jsonl(texts)})
-    for source, val_fraction in itertools.product((text, table), (1e-30, 1e-6, 0.999999)):
-        files = prepare(source, tmp_path / "out", val_fraction=val_fraction)
-        assert {files.train_documents, files.val_documents} == {1, 4}
-        assert (files.val_documents == 1) == (val_fraction < 0.5)
-        assert prepare(source, tmp_path / "out", val_fraction=val_fraction).reused
-    assert prepare(text, tmp_path / "out", val_fraction=0.0).val is None
-    assert not (tmp_path / "out" / "val.bin").exists()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "fraction"),
-    [
-        ([1000], 0.1),
-        ([100_000, 106_000], 0.05),
-        ([900_000, 3_000, 3_000], 0.1),
-        ([50_000] * 3, 0.9),
-    ],
-)
-def test_the_ends_of_few_files_are_held_out(
-    tmp_path: Path, sizes: list[int], fraction: float
-) -> None:
-    texts = {f"{i}.txt": b"%d" % i * size for i, size in enumerate(sizes)}
-    files = prepare(written(tmp_path / "s", texts), tmp_path / "out", val_fraction=fraction)
-    share = files.val_tokens / (files.val_tokens + files.train_tokens)
-    assert share == pytest.approx(fraction, rel=0.02) and not files.remark
-    train, val = both(files)
-    assert train.startswith(b"0" * 500) and val.endswith(b"%d\0" % (len(sizes) - 1))
-    for i, size in enumerate(sizes):
-        assert val.count(b"%d" % i) == pytest.approx(size * fraction, abs=1)
-        assert train.count(b"%d" % i) + val.count(b"%d" % i) == size
 
 
 def test_files_are_reused_until_something_changes(tmp_path: Path) -> None:
@@ -399,14 +339,6 @@ def test_a_failure_leaves_the_old_files(tmp_path: Path) -> None:
     assert (tokens(tmp_path / "out/train.bin"), tokens(tmp_path / "out/val.bin")) == before
 
 
-def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
-    source = written(tmp_path / "source", {"a": b"aaaa"})
-    (file,) = find_files(source, excluded=tmp_path / "out")
-    (source / "a").write_bytes(b"a")
-    with pytest.raises(DataError, match="became shorter"):
-        encode.read_pieces(tuple(records.cut(file)), READING)
-
-
 def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "PROCESSES_FROM_BYTES", 0)
     monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
@@ -418,22 +350,3 @@ def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def _die(*_: object) -> None:
     os._exit(9)
-
-
-def test_a_python_library_gives_its_sources_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = written(
-        tmp_path / "lib",
-        {
-            "os.py": b"import sys",
-            "test/test_os.py": b"import os",
-            "os.pyc": b"no",
-            "site-packages/torch.py": b"no",
-            "dist-packages/numpy.py": b"no",
-            "__pycache__/os.py": b"no",
-        },
-    )
-    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(library)}.get)
-    files = prepare("python-stdlib", tmp_path / "out", val_fraction=0.0)
-    assert tokens(files.train) == b"import sys\0import os\0"

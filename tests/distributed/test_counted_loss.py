@@ -113,20 +113,3 @@ def test_stages_of_an_encoder_have_the_losses_of_one_process(ranks: Run, tmp_pat
     (alone,) = ranks(1, train, tmp_path / "alone", tmp_path, **four)
     staged = ranks(2, train, tmp_path / "staged", tmp_path, **four, **{"ranks.pipeline": 2})
     assert staged[0].losses == alone.losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "placed",
-    [
-        {"offload.activation": '"recompute"'},
-        {"offload.activation": '"offload"', "offload.working": '"host"'},
-    ],
-)
-def test_documents_stay_apart_wherever_weights_and_activations_are(
-    ranks: Run, tmp_path: Path, placed: Options
-) -> None:
-    chosen = COMMON | documents(tmp_path, "isolated") | rows(2) | {"train.eval_every": 0}
-    (plain,) = ranks(1, train, tmp_path / "plain", tmp_path, **chosen)
-    (other,) = ranks(1, train, tmp_path / "other", tmp_path, **chosen | placed)
-    assert other.losses == plain.losses

@@ -16,8 +16,7 @@ from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.plan.placement import resolved
 from offloadtrain.plan.plan import make
 from offloadtrain.train.build import needed_trace, tracer_of
-from tests.distributed.conftest import Run
-from tests.distributed.rank_jobs import figures, job_of, save_hf_model, train
+from tests.distributed.rank_jobs import job_of, save_hf_model
 from tests.train.small_job import write_text
 
 pytest.importorskip("transformers")
@@ -101,19 +100,3 @@ def test_how_many_layers_run_again(
 
 def with_blocks(job: Config, count: int) -> Config:
     return replace(job, offload=job.offload.replace(recompute_blocks=count))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks_", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_a_job_that_leaves_it_to_the_plan(
-    ranks: Run,
-    tmp_path: Path,
-    data: Path,
-    ranks_: dict[str, Any],
-) -> None:
-    """It trains, with the figures of a job that keeps everything, as this machine has room."""
-    save_hf_model(data, "Qwen3")
-    steps = {"train.steps": 3, "train.eval_every": 0, "optim.warmup_steps": 0}
-    ranks(2, train, tmp_path / "kept", data, hf="Qwen3", **steps, **ranks_)
-    ranks(2, train, tmp_path / "auto", data, hf="Qwen3", **AGAIN, **steps, **ranks_)
-    assert figures(tmp_path / "auto") == figures(tmp_path / "kept")

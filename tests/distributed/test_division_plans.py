@@ -20,10 +20,8 @@ from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.parallel import expert_parallel
 from offloadtrain.parallel.pipeline.plan import times_of
-from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import as_json, text
-from offloadtrain.plan.search.compare import compare
 from offloadtrain.plan.search.suggest import applied, choices_of, nearest, single_changes
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
@@ -69,30 +67,6 @@ def two_gpus(machine: Machine) -> Machine:
     return replace(machine, gpus=2, gpu_link_gbps=100.0, node_link_gbps=5.0)
 
 
-def test_groups_of_a_host_gather_inside_of_it() -> None:
-    """On 2 hosts of 2 GPUs, what leaves a host is each shard of a gradient, and no weight."""
-    deep = {"offload.zero_stage": 3, "model.num_layers": 16}
-    job = divided_job("groups", **BF16 | ANY_DEVICE | deep)
-    name, machine = find("rtx4090")
-    hybrid, plain = (
-        make(config, name, two_gpus(machine), 4)
-        for config in (job, replace(job, ranks=RanksConfig()))
-    )
-    assert hybrid.hosts == plain.hosts == 2
-    among = AmongCopies(hybrid.placed.spec, hybrid.machine, 1)
-    # Both GPUs of a host send the halves of their shards to the other host, and again the sums.
-    assert among.hosts == 2 and among.sum_s(1e9) == pytest.approx(2 * 2 * 0.5 / 5.0)
-    assert "between 2 hosts" in text(hybrid)
-    # Twice a gradient between hosts; without groups once, and a layer's weights twice.
-    assert hybrid.prediction.busy_s["comm"] < 0.8 * plain.prediction.busy_s["comm"]
-    # The price: each host holds all the state.
-    assert sum(hybrid.host.values()) > sum(plain.host.values())
-    states = [plan.host["master weights"] for plan in (hybrid, plain)]
-    assert states[0] == pytest.approx(2 * states[1], rel=0.1)
-    rows, plain_rows = ({row.system: row for row in compare(plan)} for plan in (hybrid, plain))
-    assert {system for system in rows if rows[system] != plain_rows[system]} == {"offloadtrain"}
-
-
 def test_state_that_does_not_fit_in_every_host_is_divided_among_all() -> None:
     """The plan suggests to give up the copies."""
     job = divided_job("groups", **BF16 | ANY_DEVICE)
@@ -125,20 +99,6 @@ def test_tokens_on_their_way_by_hand() -> None:
     assert make(job, *find("cpu2"), 2).checkpoint_bytes == pytest.approx(
         plain.checkpoint_bytes, rel=0.01
     )
-
-
-def test_between_hosts_tokens_wait_for_the_link_of_the_host() -> None:
-    job = divided_job("four experts", **BF16 | ANY_DEVICE)
-    name, machine = find("rtx4090")
-    times = {}
-    for gpus in (4, 2):
-        hosts: Machine = replace(machine, gpus=gpus, gpu_link_gbps=100.0, node_link_gbps=5.0)
-        plan = make(job, name, hosts, 4)
-        among = AmongExperts(plan.placed, hosts)
-        times[among.hosts] = among.exchange_s, among.row_bytes
-    assert times[1][0] == pytest.approx(times[1][1] * 3 / 4 / 100e9)
-    # 2 ranks of a host, each of which sends half of its rows to the other host.
-    assert times[2][0] == pytest.approx(2 * times[2][1] / 2 / 5e9)
 
 
 @pytest.mark.slow

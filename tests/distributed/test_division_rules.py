@@ -11,8 +11,6 @@ import pytest
 
 from offloadtrain.config.batch_split import (
     explain,
-    group_of,
-    of_stage,
     replicas,
     roles,
     shards,
@@ -20,7 +18,6 @@ from offloadtrain.config.batch_split import (
 )
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.plan.search.suggest import choices_of
 from tests.distributed.divisions import DEEP, DIVISIONS, EXPERT, STAGES, TENSOR
 from tests.distributed.rank_jobs import Options, job_of, save_hf_model
@@ -227,51 +224,6 @@ def test_ranks_that_see_other_batches() -> None:
         *(("parts, experts", 8, 4), ("stages, parts", 8, 2), ("stages, experts", 8, 4)),
     ):
         assert replicas(divided_job(name), size) == expected, name
-
-
-def test_ranks_of_a_group() -> None:
-    job = divided_job("groups")
-    assert shards(job, 4) == 2 and shards(replace(job, ranks=RanksConfig()), 4) == 4
-    assert roles(job, 2) == () and group_of(job, 2, 1) == ""  # one group has no name
-
-
-def test_a_batch_is_shared() -> None:
-    for micro, accum, ranks, expected in (
-        *((8, 1, 2, (4, 1)), (8, 4, 2, (8, 2)), (8, 4, 8, (4, 1))),
-        *((6, 2, 4, (3, 1)), (4, 3, 2, (3, 2))),
-    ):
-        batch = {"train.micro_batch": micro, "train.grad_accum_steps": accum}
-        assert batch_of(shared(divided_job("one rank", **batch), ranks)) == expected
-        assert expected[0] * expected[1] * ranks == micro * accum
-
-
-def batch_of(job: Config) -> tuple[int, int]:
-    return job.train.micro_batch, job.train.grad_accum_steps
-
-
-def test_batches_of_stages_and_parts() -> None:
-    stages = divided_job("stages")
-    assert [of_stage(stages, index).model.num_layers for index in range(2)] == [2, 2]
-    assert of_stage(stages, 1).stage is not None and shared(stages, 4).train.grad_accum_steps == 2
-    # A microbatch for each stage, if need be of fewer sequences.
-    few = divided_job("stages", **{"train.micro_batch": 4, "train.grad_accum_steps": 1})
-    assert batch_of(shared(few, 2)) == (2, 2)
-    # Interleaved microbatches run in rounds.
-    job = divided_job("interleaved, 4 x 2 stages")
-    odd = replace(job, train=replace(job.train, micro_batch=4, grad_accum_steps=9))
-    assert batch_of(shared(odd, 4)) == (3, 12)
-    alone = replace(job, train=replace(job.train, micro_batch=1, grad_accum_steps=9))
-    with pytest.raises(ConfigError, match=r"train.grad_accum_steps to a multiple of 4"):
-        shared(alone, 4)
-    # The ranks of one replica see the same batch.
-    parts = divided_job("parts")
-    assert batch_of(shared(parts, 2)) == batch_of(parts)
-    assert shared(parts, 4).train.grad_accum_steps == parts.train.grad_accum_steps // 2
-    experts = divided_job("experts")
-    undivided = replace(experts, ranks=RanksConfig())
-    assert shared(experts, 2).train == shared(undivided, 2).train
-    four = replace(experts, ranks=RanksConfig(expert=4))
-    assert roles(four, 4) == tuple(f"expert {number}" for number in range(4))
 
 
 def test_the_division_is_explained() -> None:

@@ -391,25 +391,6 @@ def test_a_rank_that_has_ended_its_work_is_not_missed() -> None:
 
 
 @pytest.mark.usefixtures("looks_often")
-def test_a_rank_stopped_while_the_ranks_meet_reports_it(
-    monkeypatch: pytest.MonkeyPatch, job: Path
-) -> None:
-    """The others know its process already, and would call its end a failure."""
-    board = Board()
-    monkeypatch.setattr(distributed_run, "connect", lambda *_, **__: board)
-    monkeypatch.setattr(distributed_run, "attempt_store", lambda store, _: store)
-
-    def interrupted(key: str) -> bytes:
-        raise StoppedEarlyError(f"SIGHUP while it waits for {key}")
-
-    monkeypatch.setattr(board, "get", interrupted)
-    with pytest.raises(StoppedEarlyError):
-        DistributedRun(RankInfo(1, 2), jobs.load(job), lambda _: 1, StopRequests())
-    assert board.check(["who1", "stopped early"])
-    assert board.values["failed"] == b"rank 1: SIGHUP while it waits for who0"
-
-
-@pytest.mark.usefixtures("looks_often")
 def test_a_rank_that_ends_while_the_ranks_meet_is_one_line(
     monkeypatch: pytest.MonkeyPatch, job: Path
 ) -> None:

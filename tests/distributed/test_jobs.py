@@ -16,7 +16,6 @@ from offloadtrain.plan import automatic
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.train import build
 from offloadtrain.train.build import assemble
 from offloadtrain.train.losses import loss_of
 from offloadtrain.train.progress import StepStats
@@ -105,21 +104,6 @@ def test_ranks_compute_in_one_precision(
     ranks: Run, data: Path, speedups: tuple[float, ...], expected: str
 ) -> None:
     assert ranks(2, resolved_precision, data, speedups) == [expected] * 2
-
-
-def count_verified_files(data: Path) -> int:
-    """Return how many token files this rank verifies, if all ranks are on one host."""
-    ranks, verified = Ranks.of(None, torch.device("cpu")), []
-    rank_info = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "verify", lambda tokens, _: verified.append(tokens))
-        assemble(job_of(data), ranks=ranks, rank_info=rank_info).optimizer.close()
-    ranks.close()
-    return len(verified)
-
-
-def test_tokens_are_verified_once_on_each_host(ranks: Run, data: Path) -> None:
-    assert ranks(2, count_verified_files, data) == [2, 0]
 
 
 def test_the_rank_that_arrives_last_is_visible() -> None:

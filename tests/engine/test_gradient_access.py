@@ -216,17 +216,6 @@ def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:
     return optimizer, net
 
 
-def test_clipping_all_measures_no_gradient_again() -> None:
-    """torch's clipping takes the engine's norm, and its coefficient goes to Adam."""
-    optimizer, net = offloaded()
-    norm = clip_grad_norm_(net.parameters(), 0.25)
-    assert type(norm) is Tensor and norm.dtype is torch.float64
-    optimizer.step()
-    assert optimizer.last_step is not None
-    assert optimizer.last_step.grad_norm == norm.item()
-    assert optimizer.last_step.clip_coef == 0.25 / (norm.item() + 1e-6)
-
-
 def test_a_look_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, net = offloaded()
     drains: list[None] = []

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.step.layout.tiers import Tier
@@ -73,17 +72,3 @@ def test_the_ledger_is_what_is_allocated(
     assert len(small) < 60
     optimizer.close()
     assert optimizer.ledger.total(Tier.HOST) == 0
-
-
-def test_a_module_called_root_is_not_the_root() -> None:
-    """Blocks are known by their names: each has its own memory."""
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.register_parameter("scale", nn.Parameter(torch.ones(8)))
-    model.add_module("root", nn.Linear(8, 8))
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = ot.offload(model, device="cpu", precision="fp32")
-    assert [block.name for block in optimizer._blocks] == ["(root)", "root"]
-    masters = {name: state["master"] for name, state in optimizer.named_state()}
-    assert all(torch.equal(masters[name], before[name]) for name in before)
-    optimizer.close()

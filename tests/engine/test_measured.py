@@ -14,10 +14,6 @@ from offloadtrain import offload
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.step.program.operations import Lane
-from offloadtrain.step.proof.recording import Launched
-from tests.recording_lanes import RecordingLanes
 
 
 class Picky(nn.Module):
@@ -60,35 +56,6 @@ def step(model: Picky, optimizer: OffloadOptimizer, *inputs: Tensor, both: bool 
         loss.backward()
     optimizer.step()
     assert optimizer.grad_norm == expected
-
-
-def test_the_norm_counts_where_it_was_taken_last() -> None:
-    torch.manual_seed(0)
-    model = Picky()
-    lanes = RecordingLanes(SequentialLanes())
-    with on_lanes(lanes):
-        optimizer = offload(model, AdamW(lr=1e-3), device="cpu", precision="fp32", clip_norm=0.1)
-    a, b = torch.randn(2, 11, 33), torch.randn(2, 11, 33)
-
-    def measured() -> dict[Lane, int]:
-        names = [
-            item.lane
-            for item in lanes.program
-            if isinstance(item, Launched) and item.name.startswith("norm ")
-        ]
-        lanes.program.clear()
-        return {lane: names.count(lane) for lane in set(names)}
-
-    step(model, optimizer, a)
-    first = measured()
-    assert first.keys() == {Lane.COMPUTE}
-    buckets = first[Lane.COMPUTE]
-    step(model, optimizer, a, b)  # added on the host
-    assert measured() == {Lane.COMPUTE: buckets, Lane.HOST: buckets}
-    step(model, optimizer, b)  # what the host knows is of the step before
-    assert measured() == {Lane.COMPUTE: buckets}
-    step(model, optimizer, b, both=False)  # a layer without a gradient
-    assert measured() == {Lane.COMPUTE: buckets - 1, Lane.HOST: 1}
 
 
 @pytest.mark.parametrize(

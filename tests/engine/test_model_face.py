@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_model
 from torch import nn
 
 import offloadtrain as ot
@@ -40,15 +38,6 @@ def test_a_model_state_dict_is_a_copy_and_loads_back() -> None:
         assert torch.equal(state["master"], before[name].float()), name
     optimizer.backward(loss_of(net, batches(1)[0]))
     optimizer.step()  # the seal was renewed
-
-
-def test_safetensors_saves_a_tied_model(tmp_path: Path) -> None:
-    net = Chain(tied=True)
-    optimizer = offloaded(net)
-    save_model(net, str(tmp_path / "model.safetensors"))
-    loaded = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(loaded["embed.weight"], net.embed.weight)
-    optimizer.close()
 
 
 def saved(module: nn.Module) -> nn.Module:
@@ -133,15 +122,3 @@ def test_batch_norm_keeps_fp32_parameters() -> None:
     assert "correction" in fields["0.weight"]
     assert net[1].weight.dtype is torch.float32
     assert net[0].weight.dtype is torch.bfloat16
-
-
-def test_channels_last_weights_keep_their_strides() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
-    net = net.to(memory_format=torch.channels_last)
-    strides = [p.stride() for p in net.parameters()]
-    weights = [p.detach().clone() for p in net.parameters()]
-    optimizer = offloaded(net, precision="fp32")
-    assert [p.stride() for p in net.parameters()] == strides
-    assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
-    optimizer.backward(net(torch.randn(1, 3, 6, 6)).square().mean())
-    optimizer.step()

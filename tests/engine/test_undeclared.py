@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import offloadtrain as ot
-from offloadtrain.engine.block import Block, Residency
+from offloadtrain.engine.block import Residency
 from offloadtrain.runtime.lanes import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.base import Operation, Span
 from tests.numerics.comparison import make
@@ -154,19 +154,6 @@ def check(made: Callable[[], nn.Module], **options: Any) -> None:
             steps(optimizer, model)
         assert watch.undeclared == []
         assert watch.accesses > 20
-
-
-def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unpacked(self: Block, generation: int, clock: int) -> None:
-        self.source.unpacked(self, clock)
-
-    torch.manual_seed(0)
-    model = MODELS["chain"]()
-    with watched(model) as (optimizer, watch):
-        monkeypatch.setattr(Block, "unpacked", unpacked)
-        with watch:
-            steps(optimizer, model)
-        assert len(watch.undeclared) > 10
 
 
 def test_a_block_evicted_in_use_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

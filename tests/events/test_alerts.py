@@ -203,18 +203,6 @@ def test_a_stall_is_relative_to_the_steps(step_ms: float) -> None:
     assert run.codes[1:] == ["stall cleared"]
 
 
-def test_a_disk_too_small_for_the_next_checkpoint() -> None:
-    run = Run()
-    run.alerts.system(SYSTEM, free_disk_bytes=GIB)
-    assert run.codes == []
-    run.alerts.checkpoint(10 * GIB)
-    run.alerts.system(SYSTEM, free_disk_bytes=11 * GIB)
-    assert run.codes == ["disk raised"]
-    run.alerts.system(SYSTEM, free_disk_bytes=13 * GIB)
-    assert run.codes[1:] == ["disk cleared"]
-    run.alerts.system(SYSTEM, None)
-
-
 def test_a_bus_slower_than_measured() -> None:
     run = Run()
     run.alerts.calibrated_gbps = {"h2d": 50.0, "d2h": 50.0}

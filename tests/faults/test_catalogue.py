@@ -102,6 +102,7 @@ def small_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_survives_or_breaks_the_import(small_repository: Path) -> None:
     test = "tests/test_package.py::test_"
     base = Fault("f", "swap an operand", "package.py", "a + b", "a - b", "…", (test + "strong",))

@@ -120,21 +120,6 @@ def test_a_checkpoint_is_read(name: str, inside: Path, capsys: pytest.CaptureFix
         assert of_torch_file(inside / "state.pt") == recorded["convert"]
 
 
-def test_a_tied_head_of_transformers_is_evaluated(
-    inside: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As the exported model is: no checkpoint holds the weights of a tied head."""
-    unpack("fine_tuned", inside)
-    assert main(["export", "fine_tuned/run", "exported"]) == 0
-    losses = []
-    for source in ("fine_tuned/run", "exported"):
-        capsys.readouterr()
-        data = ["--data", "tokens/val.bin", "--seq-len", "16", "--json"]
-        assert main(["eval", source, *data]) == 0
-        losses.append(json.loads(capsys.readouterr().out)["loss"])
-    assert losses[0] == losses[1] < 6.0
-
-
 @pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_log_is_read(name: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import sys
 import types
 import weakref
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from benchmarks.frameworks import data, trainers, with_lightning
 from benchmarks.frameworks.accelerated import BATCH
-from offloadtrain.engine import ModelError, OffloadOptimizer
 from offloadtrain.integrations.checkpoint_files import CheckpointError
 from offloadtrain.integrations.hf import refuse_arguments, rule_of
 from offloadtrain.runtime.lanes import on_lanes
@@ -227,17 +225,6 @@ def test_the_plain_trainer_refuses_what_it_cannot_take_over(
     assert trainers.train("Trainer", tmp_path, offload, arguments=saving, resume=at) == once
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
-    """The whole state in the file of the rank, and no optimizer.pt."""
-    saving = {"save_strategy": "steps", "save_steps": 3, "bf16": True, **MASKED}
-    once = trainers.train("Trainer", tmp_path, {"state": "split16"}, arguments=saving)
-    at = tmp_path / "checkpoint-3"
-    (at / "optimizer.pt").unlink()
-    again = trainers.train("Trainer", tmp_path, {"state": "split16"}, arguments=saving, resume=at)
-    assert again == once
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("saved")
@@ -428,22 +415,6 @@ def test_what_the_arguments_determine_is_not_taken_from_the_options(tmp_path: Pa
         trainer.create_optimizer()
 
 
-def test_several_gpus_of_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """transformers would wrap the model in DataParallel."""
-
-    class Two(transformers.TrainingArguments):
-        @property
-        def n_gpu(self) -> int:
-            return getattr(self, "_n_gpu", 2) or 2
-
-    args = Two(output_dir=str(tmp_path), **trainers.ARGUMENTS)
-    args._n_gpu = 2
-    with caplog.at_level(logging.WARNING):
-        trainer = trainers.make("Trainer", tmp_path, {}, arguments={}, args=args)
-    assert "2 GPUs and one process" in caplog.text
-    assert trainer.args.n_gpu == 1
-
-
 @pytest.mark.slow
 def test_a_checkpoint_of_other_ranks_is_refused(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
@@ -508,15 +479,6 @@ def test_the_first_trainer_says_that_its_moments_are_gone(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_optimizer_that_no_trainer_has_taken_is_not_closed(tmp_path: Path) -> None:
-    model = data.model()
-    optimizer = ot.offload(model, device="cpu")
-    with pytest.raises(ModelError, match="offloaded already"):
-        make(tmp_path, {}, model).train()
-    optimizer.close()
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("offload", [{}, {"working": "host"}], ids=str)
 def test_a_deleted_trainer_is_gone_at_once(tmp_path: Path, offload: dict[str, Any]) -> None:
     """Without a collection of garbage, as the plain one; the model has its weights."""
@@ -541,17 +503,6 @@ def test_a_deleted_trainer_is_gone_at_once(tmp_path: Path, offload: dict[str, An
 # ---- callbacks read the newest weights, on late lanes too
 
 PLACEMENTS: list[dict[str, Any]] = [{}, {"working": "host"}, {"update": "speculative"}]
-
-
-@pytest.fixture
-def synchronized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry per call of `synchronize`."""
-    calls: list[int] = []
-    synchronize = OffloadOptimizer.synchronize
-    monkeypatch.setattr(
-        OffloadOptimizer, "synchronize", lambda self: (calls.append(1), synchronize(self))[1]
-    )
-    return calls
 
 
 class Average(transformers.TrainerCallback):  # type: ignore[misc]
@@ -657,15 +608,6 @@ def test_a_callback_of_the_trainer_changes_what_is_trained(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_callback_that_reads_weights_does_not_drain_the_lanes(
-    tmp_path: Path, synchronized: list[int]
-) -> None:
-    """Adam of later blocks runs during the next forward as without a callback."""
-    trainers.train("Trainer", tmp_path, {}, callbacks=[Average()], arguments={})
-    assert not synchronized
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", PLACEMENTS)
 def test_an_average_of_lightning_reads_the_newest_weights(
@@ -686,10 +628,3 @@ def test_an_average_of_lightning_reads_the_newest_weights(
         means = averaged(offload)
     for value, mean in zip(means, expected, strict=True):
         torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_lightning_does_not_drain_the_lanes(tmp_path: Path, synchronized: list[int]) -> None:
-    with_lightning.train({}, tmp_path, enable_checkpointing=False)
-    assert not synchronized

@@ -30,8 +30,7 @@ from benchmarks.round_trip import (
     tensors,
 )
 from offloadtrain.engine import ModelError
-from offloadtrain.integrations import deferred, export
-from offloadtrain.integrations.deferred import SafetensorsFiles
+from offloadtrain.integrations import export
 from offloadtrain.runtime.dtypes import PRECISIONS
 from tests.benchmarks.rows import SLOW, by_level
 
@@ -175,20 +174,6 @@ def test_ties(tmp_path: Path, stored: str, caplog: pytest.LogCaptureFixture) -> 
     optimizer.close()
 
 
-@pytest.mark.slow
-def test_parameter_groups_of_the_model(tmp_path: Path) -> None:
-    saved(tmp_path)
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        norms = [p for name, p in model.named_parameters() if "norm" in name]
-        rest = [p for name, p in model.named_parameters() if "norm" not in name]
-        return [{"params": rest}, {"params": norms, "weight_decay": 0.0}]
-
-    _, optimizer = load(tmp_path, params=groups)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
-    optimizer.close()
-
-
 def test_a_conversion_that_needs_values_is_left_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,18 +194,6 @@ def test_a_conversion_that_needs_values_is_left_to_transformers(
     reference = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     assert_equal_to(reference, model, optimizer)
     optimizer.close()
-
-
-def test_pages_leave_while_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "_MAPPED_BYTES", 1 << 16)
-    path = tmp_path / "model.safetensors"
-    save_file({str(i): torch.ones(1 << 14) for i in range(8)}, path)
-    files = SafetensorsFiles([str(path)])
-    tensor = files.tensor("0")
-    for name in files.shapes:
-        files.tensor(name)
-    assert Path("/proc/self/maps").read_text().count(str(path)) == 2
-    assert bool((tensor == 1).all())
 
 
 ADAPTERS = '{"working": "host", "lora": {"r": 8, "target_modules": ["q_proj"]}}'
@@ -467,31 +440,6 @@ def test_an_export_that_cannot_be_made_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes"]
 
 
-def test_weights_that_a_conversion_divides_are_put_together_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One tensor of a folder is three of the model: they are one again in the export."""
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import Chunk, WeightConverter
-
-    names = [f"self_attn.{key}_proj.weight" for key in "qkv"]
-    fused = WeightConverter("self_attn.qkv.weight", names, [Chunk(dim=0)])
-    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the cache
-    cache = conversion_mapping._checkpoint_conversion_mapping_cache
-    monkeypatch.setitem(cache, "LlamaForCausalLM", [fused])
-    config = ARCHITECTURES["llama"].build().config
-    config.num_key_value_heads = config.num_attention_heads
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "in")
-    model, optimizer = load(tmp_path / "in")
-    assert_equal_to(
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "in"), model, optimizer
-    )
-    ot.save_pretrained(optimizer, tmp_path / "out", dtype="fp32")
-    assert "model.layers.0.self_attn.qkv.weight" in tensors(tmp_path / "out")
-    assert different_weights(tmp_path / "in", tmp_path / "out") == ""
-    optimizer.close()
-
-
 # ---- where models come from ---------------------------------------------------------------------
 
 
@@ -557,16 +505,6 @@ def test_code_that_the_folder_brings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert different_weights(tmp_path / "in", tmp_path / "out") == ""
     _, again = load(tmp_path / "out", trust_remote_code=True)
     again.close()
-
-
-@pytest.mark.slow
-def test_importing_the_door_loads_no_framework() -> None:
-    code = (
-        "import sys, offloadtrain as ot; ot.from_pretrained; "
-        "print([x for x in ('transformers', 'peft', 'huggingface_hub') if x in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("closed", [False, True])

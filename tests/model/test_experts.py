@@ -166,32 +166,6 @@ def test_no_token_is_dropped_when_all_choose_one_expert() -> None:
     assert balance.item() == pytest.approx(1.0)
 
 
-@pytest.mark.slow
-def test_the_block_of_mixtral_gives_the_same() -> None:
-    """Outputs and gradients; its tensors have the same sizes as ours."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    config = transformers.MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2
-    )
-    made, other = mixture(TOP2), MixtralSparseMoeBlock(config)
-    names = {
-        "gate.weight": "router.weight",
-        "experts.gate_up_proj": "experts.up",
-        "experts.down_proj": "experts.down",
-    }
-    ours, mixtral = dict(made.named_parameters()), dict(other.named_parameters())
-    other.load_state_dict({name: ours[our_name].detach() for name, our_name in names.items()})
-    x_BTD = inputs(TOP2)
-    actual, expected = made(x_BTD)[0], other(x_BTD)
-    assert near(actual, expected)
-    actual.square().sum().backward()
-    expected.square().sum().backward()
-    for name, our_name in names.items():
-        assert near(ours[our_name].grad, mixtral[name].grad), name  # type: ignore[arg-type]
-
-
 def test_parameters_are_counted() -> None:
     for shape in SHAPES.values():
         check_count(shape)

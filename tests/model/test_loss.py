@@ -1,6 +1,5 @@
 """Cross-entropy in row chunks against the plain formula."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from offloadtrain.model import loss as loss_module
 from offloadtrain.model.loss import cross_entropy, linear_cross_entropy
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.optim import AdamW
-from tests.plan.tracing.measured import most_allocated
 
 
 @pytest.mark.parametrize("rows_bytes", [1, 4 * 50 * 3, 1 << 20], ids=["1 row", "3 rows", "all"])
@@ -94,24 +92,6 @@ def test_nothing_of_the_size_of_fp32_logits_waits_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         cross_entropy(logits_NV, torch.zeros(64, dtype=torch.int64))
     assert sum(t.nbytes for t in saved) == logits_NV.nbytes + 64 * 8
-
-
-@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 1), (torch.bfloat16, 2)])
-def test_backward_keeps_no_fp32_rows_of_the_chunk_before(
-    dtype: torch.dtype, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its peak it holds a chunk's logits in fp32, where they are narrower, and their softmax."""
-    num_rows, vocab_size, rows_of_chunk = 64, 4096, 8
-    chunk_bytes = 4 * rows_of_chunk * vocab_size
-    monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", chunk_bytes)
-    logits_NV = torch.randn(num_rows, vocab_size).to(dtype).requires_grad_()
-    targets_N = torch.randint(vocab_size, (num_rows,))
-
-    def step() -> None:
-        torch.autograd.grad(cross_entropy(logits_NV, targets_N), logits_NV)
-
-    alive_bytes = most_allocated(step) - logits_NV.nbytes  # the gradient's own
-    assert alive_bytes == pytest.approx(chunks * chunk_bytes, rel=0.05)
 
 
 # The head's product and its cross-entropy in parts, against torch's over whole logits.
@@ -194,17 +174,6 @@ def test_in_16_bits_it_is_no_less_exact_than_whole_logits() -> None:
         assert tensor.grad.dtype is torch.bfloat16
         error, its = ((x.grad.double() - right.grad).abs().sum() for x in (tensor, other))
         assert error <= 1.1 * its
-
-
-@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=2))[1:])
-def test_only_gradients_that_are_wanted_are_made(wanted: tuple[bool, bool]) -> None:
-    hidden, weight, _ = inputs(torch.float32)
-    assert hidden is not None and weight is not None
-    hidden, weight = hidden.detach(), weight.detach()
-    hidden.requires_grad_(wanted[0])
-    weight.requires_grad_(wanted[1])
-    linear_cross_entropy(hidden, weight, targets()).backward()
-    assert (hidden.grad is not None, weight.grad is not None) == wanted
 
 
 def test_logits_never_exist_as_a_whole() -> None:

@@ -18,7 +18,7 @@ from offloadtrain.config.model_shape import (
     num_params,
 )
 from offloadtrain.config.sections import IGNORED
-from offloadtrain.model.layers import RotaryTables, rotary_tables, rotate
+from offloadtrain.model.layers import RotaryTables, rotary_tables
 from offloadtrain.model.transformer import Transformer, TransformerBlock
 from tests import levels
 from tests.gpu.precision import DEVICE
@@ -148,20 +148,6 @@ def test_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
     assert not torch.equal(same.embedding.weight, other.embedding.weight)
 
 
-def test_weights_do_not_depend_on_how_the_model_was_made() -> None:
-    made = meta(LLAMA).to_empty(device="cpu")
-    made.init_weights(7)
-    direct, tokens_BT = Transformer(LLAMA, seed=7), tokens_of(LLAMA)
-    assert torch.equal(made(tokens_BT), direct(tokens_BT))
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        rounded = Transformer(LLAMA, seed=7)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for name, weight in direct.state_dict().items():
-        assert torch.equal(weight.bfloat16(), rounded.state_dict()[name])
-
-
 def test_initial_deviations_are_those_of_gpt2() -> None:
     shape = dataclasses.replace(GPT2, num_layers=8, d_model=256)
     model = Transformer(shape)
@@ -215,37 +201,6 @@ def test_the_gpu_agrees_and_repeats(shape: ModelShape) -> None:
 
 
 COS_TP, SIN_TP = rotary_tables(16, 256, 10000.0)
-
-
-@levels.examples(50)
-@given(q_at=st.integers(0, 100), k_at=st.integers(0, 100), shift=st.integers(0, 155))
-def test_products_depend_on_the_distance_only(q_at: int, k_at: int, shift: int) -> None:
-    q_H, k_H = torch.randn(2, 16, generator=torch.Generator().manual_seed(q_at))
-
-    def product(q_at: int, k_at: int) -> float:
-        q = rotate(q_H.view(1, 1, 1, 16), COS_TP[[q_at]], SIN_TP[[q_at]])
-        k = rotate(k_H.view(1, 1, 1, 16), COS_TP[[k_at]], SIN_TP[[k_at]])
-        return float((q * k).sum())
-
-    assert product(q_at, k_at) == pytest.approx(product(q_at + shift, k_at + shift), abs=2e-5)
-
-
-def test_rotation_is_multiplication_by_a_unit_complex_number() -> None:
-    x_BNTH = torch.randn(2, 3, 256, 16)
-    pairs = torch.complex(*x_BNTH.double().chunk(2, dim=-1))
-    frequencies_P = 10000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    angles_TP = torch.arange(256.0, dtype=torch.float64)[:, None] * frequencies_P
-    turned = pairs * torch.polar(torch.ones_like(angles_TP), angles_TP)
-    expected = torch.cat((turned.real, turned.imag), dim=-1).float()
-    torch.testing.assert_close(rotate(x_BNTH, COS_TP, SIN_TP), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_tables_survive_conversions_of_the_model(dtype: torch.dtype) -> None:
-    tables = RotaryTables(16, 256, 10000.0).to(dtype)
-    assert torch.equal(tables.cos_TP, COS_TP)
-    assert torch.equal(tables.sin_TP, SIN_TP)
-    assert set(dict(tables.named_buffers())) == {"cos_TP", "sin_TP"}
 
 
 def test_tables_are_filled_after_the_meta_device() -> None:

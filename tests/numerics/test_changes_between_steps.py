@@ -436,17 +436,6 @@ def test_a_change_is_refused_and_the_run_goes_on(case: str) -> None:
     optimizer.close()
 
 
-def test_weights_may_be_written_where_something_is_frozen() -> None:
-    run, optimizer, model = trained()
-    change_both(freeze("layers.0", "layers.1"), run, optimizer, model)
-    nn.init.zeros_(model.head.weight)
-    run.masters["head.weight"].data.zero_()
-    run.publish_weights()
-    follow(run, optimizer, model, batches(2))
-    assert_same(run, optimizer, model)
-    optimizer.close()
-
-
 def test_changes_wait_for_the_end_of_a_step() -> None:
     _, optimizer, model = trained()
     optimizer.backward(loss_of(model, batches(1)[0]))
@@ -569,18 +558,6 @@ def test_layers_that_are_trained_in_stages(
         results.append([param.detach().clone() for param in params])
     if options.get("update") != "delayed":
         torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["0", ""])
-def test_masters_follow_writes_into_what_was_just_frozen(name: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), precision="fp32", device="cpu")
-    take_step(model, optimizer, 0)
-    model.get_submodule(name).requires_grad_(False)
-    nn.init.constant_(model[0].weight, 7.0)
-    assert (dict(optimizer.master_weights())["0.weight"] == 7.0).all()
-    assert (optimizer.state_dict()["state"][0]["master"] == 7.0).all()
-    optimizer.close()
 
 
 @pytest.mark.parametrize("state", ["fp32", "split16", "int8"])

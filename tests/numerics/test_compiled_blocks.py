@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -19,9 +18,6 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.engine.autograd import compiled
 from offloadtrain.engine.autograd.compiled import CompiledForward
 from offloadtrain.engine.autograd.recompute import RecomputeError
-from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.gradients import Gradients
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from tests import levels
@@ -87,26 +83,6 @@ def test_the_bits_of_compiled_layers(
     assert_same(resident, optimizer, model)
     assert functorch_config.activation_memory_budget == 1.0
     assert partitioners.choose_saved_values_set is CHOOSE
-
-
-@pytest.mark.slow
-def test_forwards_are_given_back_and_copies_have_their_own(
-    compiler: CompileCounterWithBackend,
-) -> None:
-    model = Chain(3)
-    optimizer = ot.offload(model, device="cpu", compile_blocks=True)
-    (tokens,) = batches(1)
-    train(optimizer, model, [tokens])
-    plain_model = copy.deepcopy(model)
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (plain_model, loaded):
-        assert all(layer.forward.__self__ is layer for layer in other.layers)
-        with torch.no_grad():
-            assert torch.equal(other(tokens), model(tokens))
-    optimizer.close()
-    assert not any("forward" in layer.__dict__ for layer in model.layers)
 
 
 @pytest.mark.slow
@@ -211,29 +187,6 @@ def _trained(shape: ModelShape, options: dict[str, Any]) -> tuple[list[float], l
     return losses, result
 
 
-@pytest.mark.cover(0, levels.ALL)
-@placed
-def test_compute_is_busy_until_a_compiled_backward_has_run(
-    options: dict[str, Any], compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It frees the saved tensors before it runs, with which other backwards end."""
-    model, open_spans = Chain(3), []
-    optimizer = ot.offload(model, RULE, device="cpu", compile_blocks=True, **options)
-    deliver = Gradients.deliver
-
-    def watched(gradients: Gradients, block: Block, slot: Slot) -> Any:
-        if block.repeated and gradients._deliveries[block].arrived == 0:
-            open_spans.append(bool(block.graphs.spans))
-        return deliver(gradients, block, slot)
-
-    monkeypatch.setattr(Gradients, "deliver", watched)
-    for tokens in batches(2):
-        optimizer.backward(loss_of(model, tokens))
-        optimizer.step()
-    assert open_spans == [True] * 6
-    optimizer.close()
-
-
 class Drawing(nn.Module):
     """Dropout in the middle, at the end and in attention."""
 
@@ -307,6 +260,7 @@ def test_generated_code_draws_the_same_again() -> None:
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("working", ["device", "host"])
 def test_a_smaller_budget_saves_less(working: str, compiler: CompileCounterWithBackend) -> None:
@@ -358,34 +312,4 @@ def test_the_compiler_sees_no_code_of_the_engine(compiler: CompileCounterWithBac
     assert compiler.frame_count == 1
     assert functorch_config.activation_memory_budget == 1.0
     assert partitioners.choose_saved_values_set is CHOOSE
-    optimizer.close()
-
-
-class Cut(nn.Module):
-    """A layer that the compiler does not take as one graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        torch._dynamo.graph_break()
-        return x + F.gelu(y)
-
-
-def test_a_layer_in_pieces_has_no_budget(compiler: CompileCounterWithBackend) -> None:
-    """It would save more than it was asked to; as a whole it can run again."""
-    model = Chain(3)
-    model.layers = nn.ModuleList(Cut() for _ in range(3))
-    (tokens,) = batches(1)
-    for options in ({"activation": "recompute"}, {"activation": "recompute", "working": "host"}):
-        plain_model = copy.deepcopy(model)
-        optimizer = ot.offload(plain_model, RULE, device="cpu", compile_blocks=True, **options)
-        train(optimizer, plain_model, [tokens])
-        optimizer.close()
-    optimizer = ot.offload(model, RULE, device="cpu", compile_blocks=True, activation="selective")
-    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
-        train(optimizer, model, [tokens])
-    assert "Set activation = 'recompute'" in raised.value.__notes__[-1]
     optimizer.close()

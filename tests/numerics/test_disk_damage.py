@@ -108,22 +108,6 @@ def test_writes_through_views_of_the_state_are_no_damage(
     assert_equal(actual, expected)
 
 
-def test_a_write_without_synchronize_is_no_damage_and_hides_none(disk: dict[str, Any]) -> None:
-    """It may be lost, as the state of some buckets is in a slot; the engine must not blame it on
-    the drive. Damage after it is found."""
-    optimizer = offloaded(Chain(6), **disk)
-    model, tokens = optimizer.model, batches(4)
-    for batch in tokens[:2]:
-        train(optimizer, model, [batch])
-    bucket = [b for block in optimizer._blocks if block.repeated for b in block.buckets][-1]
-    optimizer.state[bucket.slots[0].param]["exp_avg"].fill_(1.0)
-    train(optimizer, model, [tokens[2]])
-    _flip(bucket.state[1].flat)
-    with pytest.raises(DiskError, match=f"exp_avg of bucket '{re.escape(bucket.name)}'"):
-        train(optimizer, model, [tokens[3]])
-    optimizer.close()
-
-
 def _states_after_calls(lanes: Lanes, seed: int, **options: Any) -> dict[str, Tensor]:
     """Return a copy of the state after a dozen calls, drawn by seed, that use it."""
     random = Random(seed)

@@ -239,18 +239,6 @@ def test_what_cannot_be_averaged_says_so(call: Any, error: Any, message: str) ->
     optimizer.close()
 
 
-@pytest.mark.default_lanes
-def test_its_memory_is_in_the_ledger_and_given_back() -> None:
-    _, optimizer = offloaded()
-    ema = ot.EMA(optimizer)
-    (row,) = [row for row in optimizer.ledger.rows() if row.owner == "moving average"]
-    trained = {param for param in optimizer.model.parameters() if param.requires_grad}
-    assert row.bytes == 4 * sum(param.numel() for param in trained) and row.tier == "host"
-    del ema
-    assert {row.bytes for row in optimizer.ledger.rows() if row.owner == "moving average"} == {0}
-    optimizer.close()
-
-
 class Stages:
     """A model whose head is never trained at first, and its first layer for a while."""
 
@@ -301,27 +289,6 @@ def test_averages_go_on_where_what_is_trained_changes(options: dict[str, Any]) -
         for name, value in plain.averages().items():
             torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6)
     run.optimizer.close()
-
-
-@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
-def test_frozen_parameters_are_averaged_with_their_masters(state: str) -> None:
-    """Not with their 16-bit weights."""
-    torch.manual_seed(0)
-    model = Chain(2)
-    optimizer = ot.offload(model, ADAMW, device="cpu", state=state)
-    ema = ot.EMA(optimizer, 0.5)
-    for tokens in batches(2):
-        train(optimizer, model, [tokens])
-        ema.update()
-    masters = {name: value.clone() for name, value in optimizer.master_weights()}
-    before = {name: value.clone() for name, value in ema.weights()}
-    model.layers[0].requires_grad_(False)
-    train(optimizer, model, batches(1))
-    ema.update()
-    after = dict(ema.weights())
-    for name, _ in model.layers[0].named_parameters(prefix="layers.0"):
-        assert torch.equal(after[name], before[name].lerp(masters[name], 0.5)), name
-    optimizer.close()
 
 
 @pytest.mark.parametrize("first", [True, False])

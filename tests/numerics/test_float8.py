@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -127,41 +126,6 @@ def test_modules_come_back_with_their_hooks() -> None:
     assert len(calls) == 2
 
 
-def test_layers_that_are_trained_later() -> None:
-    """A group that comes between two steps: memory is laid out anew, the layers stay FP8."""
-    model = made()
-    model.layers[1].requires_grad_(False)
-    plain_model = converted(model, "tensorwise")
-    masters = {name: p.detach().clone() for name, p in plain_model.named_parameters()}
-    plain_model.bfloat16()
-    early = [n for n, p in plain_model.named_parameters() if p.requires_grad]
-    late = [n for n in masters if n not in early]
-    masters |= {n: masters[n].bfloat16().float() for n in late}  # frozen weights are rounded
-    plain = torch.optim.AdamW([masters[n] for n in early], lr=1e-2, fused=True)
-    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", fp8="tensorwise", working="host")
-    for step, tokens in enumerate(batches(4)):
-        if step == 2:
-            for some in (model, plain_model):
-                some.layers[1].requires_grad_(True)
-            plain.add_param_group({"params": [masters[n] for n in late]})
-            optimizer.add_param_group({"params": list(model.layers[1].parameters())})
-        loss, expected = (m(tokens).float().square().mean() for m in (model, plain_model))
-        assert loss.item() == expected.item(), step
-        optimizer.backward(loss)
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, param in plain_model.named_parameters():
-            masters[name].grad = None if param.grad is None else param.grad.float()
-            param.grad = None
-        plain.step()
-        with torch.no_grad():
-            for name, param in plain_model.named_parameters():
-                param.copy_(masters[name])
-    optimizer.close()
-    assert {type(layer.up) for layer in model.layers} == {nn.Linear}
-
-
 def _without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
 
@@ -241,41 +205,12 @@ def test_compiled_layers(options: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     assert_same(resident, optimizer, model)
 
 
-def test_only_what_was_converted_is_given_back() -> None:
-    model = made()
-    torch.nn.utils.parametrizations.weight_norm(model.layers[0].up)
-    optimizer = ot.offload(model, RULE, device="cpu", fp8="tensorwise")
-    assert "Float8" not in type(model.layers[0].up).__name__
-    model.layers[1].up = replaced = nn.Linear(WIDTH, 2 * WIDTH)
-    del model.layers[2].down
-    optimizer.close()
-    assert model.layers[1].up is replaced
-    assert type(model.layers[2].up) is nn.Linear
-
-
 def test_a_failed_offload_leaves_the_model_as_it_was() -> None:
     model = made()
     modules = list(model.modules())
     with pytest.raises(ot.HostMemoryError):
         ot.offload(model, RULE, device="cpu", fp8="tensorwise", host_memory_limit=1000)
     assert list(model.modules()) == modules
-
-
-class _Named(nn.Linear):
-    """A linear layer of a class of the user's."""
-
-
-def test_copies_and_pickles_compute_in_fp8_too() -> None:
-    model = made()
-    model.layers[0].up.__class__ = _Named
-    optimizer = ot.offload(model, RULE, device="cpu", fp8="tensorwise", working="host")
-    (tokens,) = batches(1)
-    expected = model(tokens)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(copied.layers[0].up, _Named)
-        assert type(copied.layers[0].up) is type(model.layers[0].up)
-        assert torch.equal(copied(tokens), expected)
-    optimizer.close()
 
 
 def test_a_quantized_base_stays_on_the_device() -> None:

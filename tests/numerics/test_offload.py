@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.numerics.comparison import DTYPES, assert_same, compare, make, pair, train
 from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
@@ -60,20 +59,3 @@ def test_sums_on_the_device_of_gradients_that_come_twice_or_not_at_all(made: Any
         losses = [train(optimizer, model, stream[at : at + 2]) for at in range(0, 8, 2)]
         results.append((losses, optimizer.grad_norm))
     assert results[0] == results[1]
-
-
-def test_an_early_step_applies_what_was_accumulated() -> None:
-    resident, optimizer, model = pair(make("chain"), accum=4)
-    micro = batches(2)
-    for tokens in micro:
-        optimizer.backward(loss_of(model, tokens))
-    optimizer.step()
-    sums: dict[str, torch.Tensor] = {}
-    for tokens in micro:
-        (loss_of(resident.model, tokens) / 4).backward()
-        for name, param in resident.trained.items():
-            assert param.grad is not None
-            sums[name] = sums.get(name, torch.zeros(())) + param.grad.float()
-            param.grad = None
-    resident.apply(sums)
-    assert_same(resident, optimizer, model)

@@ -523,29 +523,3 @@ def test_every_kind_of_object_is_rewound_and_put_back() -> None:
         change(9)
         raise KeyError
     assert state() == after
-
-
-def test_what_was_emptied_after_the_first_run_stays_empty() -> None:
-    class Collecting(Layer):
-        def forward(self, x: Tensor, collected: list[Tensor]) -> Tensor:
-            collected.append(x.mean())
-            return super().forward(x)
-
-    class Collected(Chain):
-        def __init__(self) -> None:
-            super().__init__(0)
-            self.layers = nn.ModuleList(Collecting() for _ in range(2))
-            self.collected: list[Tensor] = []
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x, self.collected)
-            return self.head(self.norm(x))
-
-    model = Collected()
-    optimizer = ot.offload(model, device="cpu", activation="recompute")
-    loss = loss_of(model, batches(1)[0])
-    model.collected.clear()
-    optimizer.backward(loss)
-    assert not model.collected

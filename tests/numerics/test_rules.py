@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.step.layout.formats import FORMATS
 from tests import levels
 from tests.numerics import comparison, muon
 from tests.numerics.comparison import DTYPES, assert_equal, assert_same, make
@@ -21,7 +20,6 @@ from tests.numerics.models import batches
 from tests.numerics.muon import MuonRun, NarrowMuonRun
 from tests.numerics.reference import SEED, NarrowRuleRun, RuleRun
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
-from tests.runtime.kernels.test_rules import KINDS
 
 ELEMENTWISE: dict[str, Any] = {
     "lion": ot.Lion(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
@@ -136,22 +134,6 @@ def test_a_checkpoint_goes_on_with_the_same_bits(rule: Any) -> None:
     follow(loop, again, other, stream[2:], 1)
     assert_same(loop, again, other)
     again.close()
-
-
-def test_fewer_moments_take_fewer_bytes() -> None:
-    rows = {}
-    for name, rule in {**ELEMENTWISE, "adamw": ot.AdamW(), "lamb": ot.LAMB()}.items():
-        for state in KINDS:
-            if FORMATS[state].keeps_moments(rule.moments):
-                optimizer = ot.offload(make("chain"), rule, device="cpu", state=state)
-                rows[name, state] = {row.owner: row.bytes for row in optimizer.ledger.rows()}
-                optimizer.close()
-    assert "sum" in rows["adagrad", "fp32"] and "exp_avg_sq" not in rows["lion", "fp32"]
-    for state in KINDS:
-        sgd, lion, adamw = (sum(rows[name, state].values()) for name in ("sgd", "lion", "adamw"))
-        assert sgd < lion < adamw, state
-        assert rows["lamb", state] == rows["adamw", state]
-    assert rows["nesterov", "fp32"]["momentum_buffer"] == rows["lion", "fp32"]["exp_avg"]
 
 
 @pytest.mark.parametrize(("state", "per_param"), [("fp32", 14), ("split16", 10), ("int8", 7)])

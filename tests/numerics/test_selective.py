@@ -18,7 +18,7 @@ import offloadtrain as ot
 from offloadtrain.engine import ModelError
 from offloadtrain.engine.autograd.selective import PolicyError, Selection
 from tests import levels
-from tests.numerics.comparison import ADAMW, assert_same, follow, pair, train
+from tests.numerics.comparison import ADAMW, assert_same, pair, train
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 from tests.plan.tracing.measured import most_allocated
 
@@ -297,27 +297,6 @@ def test_a_policy_sees_the_operations_of_the_model_alone() -> None:
     assert operations(copy.deepcopy(model), **STREAMED) == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"working": "host"}], ids=["resident", "streamed"])
-def test_a_graph_can_be_read_twice(options: dict[str, Any]) -> None:
-    """The second backward computes again what the first one has consumed."""
-    torch.manual_seed(0)
-    kept = OfLayers(Attention)
-    model = copy.deepcopy(kept)
-    common: dict[str, Any] = {"device": "cpu", "precision": "fp32", **options}
-    optimizers = ot.offload(kept, **common), ot.offload(model, activation="selective", **common)
-    gradients: list[list[Tensor]] = []
-    for each in (kept, model):
-        x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = x
-        for layer in each.layers:
-            y = layer(y)
-        one = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
-        gradients.append([*one, *torch.autograd.grad(y.sum(), x)])
-    assert all(map(torch.equal, *gradients))
-    for optimizer in optimizers:
-        optimizer.close()
-
-
 def compiled_layers() -> Chain:
     model = Chain(3)
     for layer in model.layers:
@@ -339,24 +318,4 @@ def test_what_is_kept_does_not_go_to_the_host() -> None:
     optimizer = ot.offload(model, device="cpu", **options)
     with pytest.raises(PolicyError, match=r"MUST_CPU_OFFLOAD for aten\..*'offload_saved'"):
         loss_of(model, batches(1)[0])
-    optimizer.close()
-
-
-def test_microbatches_and_a_forward_between_them() -> None:
-    """Results belong to the forward that made them."""
-    torch.manual_seed(0)
-    resident, optimizer, model = pair(
-        OfLayers(Attention), accum=2, activation="selective", working="host"
-    )
-    stream = batches(6)
-    follow(resident, optimizer, model, stream[:2], 2)
-    first, second = (loss_of(model, tokens) for tokens in stream[2:4])
-    with torch.no_grad():
-        loss_of(model, stream[5])
-    expected = resident.step(stream[2:4], loss_of)
-    optimizer.backward(first)
-    optimizer.backward(second)
-    optimizer.step()
-    assert [first.item(), second.item()] == expected
-    assert_same(resident, optimizer, model)
     optimizer.close()

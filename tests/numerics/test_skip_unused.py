@@ -4,8 +4,6 @@ where it got no token."""
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.runtime import kernels
-from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.step.layout.formats import ADAM_MOMENTS as ADAM
-from tests import torch_kernels
-from tests.losing_lanes import LosingLanes
 from tests.numerics import comparison
 from tests.numerics.comparison import ADAMW, DTYPES, follow, make, train
-from tests.numerics.reference import SEED, DelayedRun, NarrowRuleRun
+from tests.numerics.reference import DelayedRun
 from tests.numerics.skipping import PATTERNS, Routed, SkippingRun, batches
 
 
@@ -106,49 +98,6 @@ def test_the_bits_of_a_loop_that_skips(place: str, tmp_path: Path) -> None:
     if options.get("state_on") == "disk":
         options |= {"scratch_dir": str(tmp_path), "scratch_in_memory": True}
     compare(steps=10 if options["precision"] == "fp16" else 6, **options)
-
-
-@dataclass
-class NarrowSkippingRun(NarrowRuleRun):
-    """Updates each used expert for itself, with its own step."""
-
-    done: dict[str, int] = field(default_factory=dict)
-
-    def update(self, sums: dict[str, Tensor], factor: float) -> None:
-        used = self.model.take_hits()
-        for name, param in self.trained.items():
-            stacked = "stacked" in name
-            for number in range(len(param) if stacked else 1):
-                key = f"{name}[{number}]" if stacked else name
-                if ("stacked" in name or "separate" in name) and key not in used:
-                    continue
-                each = param.numel() // (len(param) if stacked else 1)
-                self._update_expert(name, key, number * each, each, sums[name], factor)
-        self.publish_weights()
-
-    def _update_expert(
-        self, name: str, key: str, lo: int, numel: int, grad: Tensor, factor: float
-    ) -> None:
-        self.done[key] = step = self.done.get(key, 0) + 1
-        scalars = ADAMW.scalars(ADAMW.defaults(), step=step, grad_scale=factor, seed=SEED)
-        state = self.states[name]
-        part = type(state)(*kernels.cut(state.format.fields(ADAM), tuple(state), lo, lo + numel))
-        layout = kernels.Layout([0], [numel], [self.ids[name]], [lo])
-        torch_kernels.update(part, part, grad.reshape(-1)[lo : lo + numel], None, layout, scalars)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("state", "working"), [("split16", "host"), ("int8", "device")])
-def test_narrow_state(state: str, working: str) -> None:
-    torch.manual_seed(0)
-    model = Routed()
-    run = NarrowSkippingRun(
-        copy.deepcopy(model), torch.bfloat16, clip_norm=0.3, state=state, rule=ADAMW
-    )
-    options = {"state": state, "seed": SEED, "working": working}
-    optimizer = offloaded(model, "bf16", accum=1, clip=0.3, **options)
-    follow(run, optimizer, model, batches(6))
-    comparison.assert_same(run, optimizer, model)
 
 
 def everything(optimizer: ot.OffloadOptimizer, model: Routed) -> dict[str, Tensor]:
@@ -261,40 +210,3 @@ def test_what_cannot_be_skipped_is_refused() -> None:
 
 
 # ---- the program -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["host", "streamed", "speculative", "early"])
-def test_a_lost_device_leaves_whole_steps(place: str) -> None:
-    """Wherever it is lost, state and step counts are those behind a step."""
-    after: list[dict[str, Tensor]] = []
-    _, unbroken, model = pair(**PLACES[place])
-    for tokens in batches(4):
-        train(unbroken, model, [tokens])
-        unbroken.synchronize()
-        after.append(state_of(unbroken))
-    saved = 0
-    for point in range(0, 400, 7):
-        lanes = LosingLanes(SequentialLanes())
-        with on_lanes(lanes):
-            _, optimizer, other = pair(**PLACES[place])
-        train(optimizer, other, batches(1))
-        lanes.left = point
-        try:
-            for tokens in batches(4)[1:]:
-                train(optimizer, other, [tokens])
-            optimizer.synchronize()
-        except (ot.OffloadTrainError, torch.AcceleratorError) as error:
-            with suppress(SalvageError):
-                done = optimizer.salvage(error)
-                result = state_of(optimizer)
-                assert all(torch.equal(result[k], x) for k, x in after[done - 1].items()), point
-                saved += 1
-        optimizer.close()
-    assert saved > 5
-
-
-def state_of(optimizer: ot.OffloadOptimizer) -> dict[str, Tensor]:
-    names = {param: name for name, param in optimizer.model.named_parameters()}
-    entries = ((names[p], entry) for p, entry in optimizer.state.items())
-    return {f"{n} {k}": x.clone() for n, entry in entries for k, x in entry.items()}

@@ -20,7 +20,6 @@ import offloadtrain as ot
 from offloadtrain.config.errors import ConfigError, DiskError
 from offloadtrain.runtime import disk_arena
 from offloadtrain.runtime.lanes import Lane, LaneError, SequentialLanes, on_lanes
-from offloadtrain.step.layout.step_spec import STATE_SLOTS
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.program.program import Program
@@ -31,7 +30,6 @@ from tests.numerics.comparison import train
 from tests.numerics.models import Chain, batches
 from tests.step.specs import chain
 
-FORMATS = ["fp32", "split16", "int8"]
 TIERS: dict[str, dict[str, Any]] = {
     "state": {},
     "state, working": {"working": "disk"},
@@ -104,14 +102,6 @@ def test_updated_at_once_a_gradient_is_not_written() -> None:
     assert Kind.WRITE_GRADIENT in kinds, "no update runs inside the first backward"
     later = [op.kind for op in launches[first + 30 :]]
     assert Kind.WRITE_GRADIENT not in later and Kind.READ_GRADIENT not in later
-
-
-def test_the_slots_are_filled_before_the_norm_is_known() -> None:
-    spec = chain(6, state_on="disk", scratch_dir="x")
-    launches = [op for op in steps(Program(spec), 2) if isinstance(op, Launch)]
-    last = max(at for at, op in enumerate(launches) if op.kind is Kind.DECIDE)
-    read = [op.owner for op in launches[:last] if op.kind is Kind.READ_STATE]
-    assert read == [b.name for b in spec.buckets] + [b.name for b in spec.buckets[:STATE_SLOTS]]
 
 
 def trained(depth: int, **options: Any) -> ot.OffloadOptimizer:

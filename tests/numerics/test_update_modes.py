@@ -188,18 +188,6 @@ def test_guesses_are_switched_between_steps(state: str, working: str, late: bool
     assert prove(recorder.program) == []
 
 
-def test_guesses_stay_switched_off_when_parameters_are_frozen() -> None:
-    _, optimizer, model = pair(make("chain"), **SPECULATIVE)
-    early = []
-    for number, tokens in enumerate(batches(6)):
-        if number == 2:
-            optimizer.speculate(enabled=False)
-        model.layers[0].requires_grad_(number < 3)
-        train(optimizer, model, [tokens])
-        early.append(report(optimizer).early_buckets > 0)
-    assert early == [False, True, False, False, False, False]
-
-
 def test_overflow_undoes_the_guess() -> None:
     resident, optimizer, model = pair(make("chain"), "fp16", **SPECULATIVE)
     scaler = optimizer._engine.counter.scaler

@@ -11,8 +11,8 @@ import offloadtrain as ot
 from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
 from offloadtrain.runtime.tensor_parts import local
 from tests.distributed.conftest import Run
-from tests.parallel.mesh_runs import LR, expert_steps_of, run_on, whole_masters
-from tests.parallel.models import KINDS, MANY_EXPERTS, token_loss, with_experts
+from tests.parallel.mesh_runs import LR
+from tests.parallel.models import KINDS, token_loss, with_experts
 
 
 def compare_with_resident(dp: int, ep: int, *, accum: int, stage: int = 2) -> None:
@@ -73,21 +73,3 @@ def compare_with_resident(dp: int, ep: int, *, accum: int, stage: int = 2) -> No
 )
 def test_bits_of_resident_ranks(ranks: Run, dp: int, ep: int, accum: int, stage: int) -> None:
     ranks(dp * ep, compare_with_resident, dp, ep, accum=accum, stage=stage)
-
-
-@pytest.mark.slow
-def test_an_unused_expert_of_another_rank_stays(ranks: Run) -> None:
-    """In the first step used experts have the bits of a run that skips none, others their first
-    weights; two ranks of each part of experts."""
-    mesh, options = {"dp": 2, "ep": 2}, {"precision": "fp32", "clip_norm": 0.05, "steps": 1}
-    skipping = run_on(ranks, "many experts", mesh, options | {"skip_unused": ("*.experts.*",)})
-    plain = run_on(ranks, "many experts", mesh, options)
-    counts, first = expert_steps_of(skipping), dict(with_experts(MANY_EXPERTS).named_parameters())
-    assert {count for steps in counts.values() for count in steps} == {0, 1}
-    masters, expected = whole_masters(skipping[:2]), whole_masters(plain[:2])
-    for name, steps in counts.items():
-        for number, used in enumerate(steps):
-            source = expected[name] if used else first[name].detach()
-            assert torch.equal(masters[name][number], source[number]), (name, number)
-    for name in expected.keys() - counts.keys():
-        assert torch.equal(masters[name], expected[name]), name

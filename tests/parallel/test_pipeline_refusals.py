@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 import offloadtrain as ot
 from offloadtrain.parallel.pipeline.stage_modules import cut, divide
@@ -27,8 +28,6 @@ from tests.parallel.models import (
     MANY_EXPERTS,
     ComputesOutside,
     Residual,
-    divide_llama,
-    llama,
     residual_layers,
     squares,
     token_loss,
@@ -247,47 +246,6 @@ def test_meshes_and_divisions_that_are_refused(ranks: Run) -> None:
     )
 
 
-def refused_parts() -> dict[str, str]:
-    """Of two stages in two parts each."""
-    rank, messages = dist.get_rank(), {}
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
-    example = torch.zeros(2, 16, dtype=torch.int64)
-
-    def build(mesh: DeviceMesh = mesh, axis: DeviceMesh = mesh["tp"], **options: Any) -> Pipeline:
-        model = llama()
-        divide_llama(model, axis)
-        options = {"microbatches": 4, "device": "cpu", "loss_fn": token_loss} | options
-        return ot.pipeline(model, mesh, example=example, **options)
-
-    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    messages["mesh"] = message_of(lambda: build(replicas))
-    messages["part"] = message_of(lambda: build(clip_norm=1.0 + rank % 2))
-    messages["schedule"] = message_of(lambda: build(schedule="1f1b" if rank % 2 else "gpipe"))
-    experts = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "ep", "tp"))
-    messages["experts"] = message_of(lambda: build(experts, experts["tp"]))
-    pipeline = build()
-    pipeline.optimizers[0].param_groups[0]["lr"] = 0.1 * (1 + rank % 2)
-    inputs, target = KINDS["llama"].batch(0, 0)
-    pipeline.run(inputs, target=target)
-    messages["rate"] = message_of(pipeline.step)
-    pipeline.close()
-    return messages
-
-
-@pytest.mark.slow
-def test_parts_of_stages_that_differ_are_named(own_ranks: Run) -> None:
-    assert_messages(
-        own_ranks(4, refused_parts),
-        {
-            "mesh": "is a DTensor on 2 ranks, and 1 hold parts of the model",
-            "part": r"part 1 and part 0 differ in options: \('clip_norm', '2.0'\)",
-            "schedule": "part 1 and part 0 differ in schedule",
-            "experts": "stages of a pipeline divide experts or matrices",
-            "rate": "hyperparameters of part 1 are not those of part 0",
-        },
-    )
-
-
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -377,41 +335,6 @@ def test_a_forgotten_target_is_none(ranks: Run) -> None:
     assert ranks(2, targets_of_the_loss) == ["[]", "[None, None, None, None]"]
 
 
-def continue_after_an_exception(folder: Path, schedule: str) -> None:
-    """The last stage's loss fails once; its loop tries to continue with the next batch."""
-    count, messages = 0, []
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        if count == 6:
-            raise ValueError("a bad batch")
-        return squares(output, target)
-
-    pipeline = in_stages(Masked(), schedule, loss_fn=loss)
-    for step in range(3):
-        x, y = KINDS["layers"].batch(step, 0)
-        messages.append(message_of(lambda x=x, y=y: pipeline.run(x, target=y)))
-        messages.append(message_of(pipeline.step))
-    messages.append(message_of(lambda: pipeline.evaluate(x[:2], target=y[:2])))
-    pipeline.close()
-    Path(folder, str(dist.get_rank())).write_text("\n".join(messages))
-    os._exit(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_no_run_follows_an_exception(own_ranks: Run, tmp_path: Path, schedule: str) -> None:
-    """It would get the messages of the microbatches that were left."""
-    with pytest.raises(RankFailedError):
-        own_ranks(2, continue_after_an_exception, tmp_path, schedule)
-    for rank, head in enumerate(["LostRankError: rank 0", "ValueError: a bad batch"]):
-        messages = Path(tmp_path, str(rank)).read_text().splitlines()
-        assert messages[:2] == ["nothing", "nothing"] and messages[2].startswith(head)
-        assert len(messages) == 7
-        assert all(text.startswith("PipelineError: an exception has left") for text in messages[3:])
-
-
 class ChangesDtype(Residual):
     def forward(self, x: Tensor, number: int = 0) -> Tensor:
         out = super().forward(x, number)
@@ -434,3 +357,32 @@ def test_an_output_of_another_dtype_is_named(own_ranks: Run, tmp_path: Path) -> 
     first, second = (Path(tmp_path, str(rank)).read_text() for rank in range(2))
     assert first.startswith("ValueError: stage 0 returns (2, 8) torch.float16, and (2, 8) torch")
     assert "rank 0 (stage 1 of 2) has raised ValueError: stage 0 returns" in second
+
+
+def message_of_torchs_schedule(kind: str) -> str:
+    """The error of a loop of torch's parts over `offload`, with the defaults of torch."""
+    rank, many = dist.get_rank(), 2 if kind == "zero bubble" else 1
+    group = dist.new_group([rank], use_local_synchronization=True)
+    stages, optimizers = [], []
+    for number in range(many):
+        model = nn.Sequential(*layers(2))
+        optimizers.append(ot.offload(model, device="cpu", process_group=group, grad_accum_steps=4))
+        x = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
+        stages.append(PipelineStage(model, number * 2 + rank, 2 * many, torch.device("cpu"), x, x))
+    schedules = {"zero bubble": ScheduleInterleavedZeroBubble, "scaling": Schedule1F1B}
+    schedule = schedules[kind](stages if many > 1 else stages[0], 4, loss_fn=squares)
+    target = {} if rank == 0 else {"target": torch.zeros(8, 8)}
+    inputs = [torch.zeros(8, 8)] if rank == 0 else []
+    message = message_of(lambda: schedule.step(*inputs, **target))
+    for optimizer in optimizers:
+        optimizer.close()
+    return message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "message"), [("scaling", "scale_grads=True"), ("zero bubble", "zero-bubble schedule")]
+)
+def test_schedules_that_would_be_silently_wrong(own_ranks: Run, kind: str, message: str) -> None:
+    messages = own_ranks(2, message_of_torchs_schedule, kind)
+    assert any(message in text for text in messages), messages

@@ -21,7 +21,6 @@ from offloadtrain.parallel.pipeline.plan import stages_of, times_of
 from offloadtrain.parallel.pipeline.search import search
 from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search.why import why
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.prove import prove
 from tests.plan.test_memory import JOB, job
@@ -140,32 +139,6 @@ def test_stages_that_take_turns_have_less_of_a_bubble(stages: int) -> None:
     bubbles = [times.seconds / compute - 1 for times in (plain, twice)]
     assert bubbles[0] == pytest.approx((stages - 1) / 8, rel=0.05)
     assert bubbles[1] == pytest.approx(bubbles[0] / 2, rel=0.1)
-
-
-def test_without_a_flush_weights_are_there_twice_but_on_the_last_stage() -> None:
-    flushed, without = planned(2, 4, "1f1b", A100), planned(2, 4, "2bw", A100)
-    first, last = (stage.device()["working weights"] for stage in stages_of(without))
-    assert first == 2 * stages_of(flushed)[0].device()["working weights"]
-    assert last == stages_of(flushed)[1].device()["working weights"]
-
-
-@pytest.mark.slow
-def test_the_search_tries_streamed_weights_without_a_flush() -> None:
-    config = pipeline(1, 16)
-    config = replace(config, offload=config.offload.replace(working="host"))
-    rows = search(config, "test", A100, 2, ("1f1b", "2bw"))
-    (without,) = [row for row in rows if row.schedule == "2bw"]
-    first, last = stages_of(without.plan)
-    assert first.spec.weight_versions == 2 and last.spec.weight_versions == 1
-    assert make(without.plan.job, "test", A100, 2).prediction.seconds == without.seconds
-
-
-@pytest.mark.slow
-def test_what_bounds_a_step_depends_on_all_stages() -> None:
-    """Twice as fast a part saves at most half of the step, and links that take no time nothing."""
-    gains = why(planned(2, 8, "1f1b", replace(A100, gpu_link_gbps=1e9))).gains
-    assert all(0 <= gain <= 1 for gain in gains.values()), gains
-    assert gains["the links between ranks"] == pytest.approx(0, abs=1e-6)
 
 
 def test_only_the_last_stage_has_the_head() -> None:

@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,10 +16,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Schedule
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.parallel.pipeline.plan import LEAST, divided, stages_of
-from offloadtrain.parallel.pipeline.search import search
-from offloadtrain.plan.automatic import decided
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search.why import why
 from tests.config.test_config import JOB
 from tests.parallel.test_pipeline_search import FREE, pipeline
 
@@ -86,30 +81,6 @@ def test_stages_are_balanced_as_far_as_they_fit() -> None:
     assert planned(job, "auto", some).job.ranks.layers_per_stage == (5, 3)
     none = replace(FREE, gpu_memory=f"{FREE.gpu_reserved_bytes // 1024 + 1} KiB")
     assert planned(job, "auto", none).job.ranks.layers_per_stage == (6, 2)
-
-
-@pytest.mark.parametrize(("most", "chosen"), [(4, ()), (5, (5, 3)), (6, (6, 2)), (3, (6, 2))])
-def test_the_most_layers_that_a_stage_has_room_for(most: int, chosen: tuple[int, ...]) -> None:
-    """None of any stage: what is asked for is planned, and told not to fit."""
-
-    def plan(config: Config) -> Any:
-        each = config.ranks.given_layers or (4, 4)
-        return SimpleNamespace(fits=max(each) <= most, divisions=lambda: ((), (5, 3), (6, 2)))
-
-    auto = pipeline(2, 8, "1f1b")
-    auto = replace(auto, ranks=replace(auto.ranks, layers_per_stage="auto"))
-    assert decided(auto, plan).ranks.layers_per_stage == chosen
-
-
-@pytest.mark.slow
-def test_the_search_and_the_reasons_name_it() -> None:
-    job = pipeline(2, 8, "1f1b", **HEAD)
-    best = planned(job, "auto").job.ranks.layers_per_stage
-    (row,) = [row for row in search(job, "test", FREE, 2, ["1f1b"]) if row.stages == 2]
-    assert f"ranks.layers_per_stage=[{','.join(map(str, best))}] " in row.keys
-    for each, suggests in (((), True), ("auto", False)):
-        changes = [change.keys for change, _ in why(planned(job, each)).changes]
-        assert ({"ranks.layers_per_stage": "auto"} in changes) is suggests
 
 
 def test_layers_that_no_stages_have_are_refused() -> None:

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import offloadtrain as ot
 from offloadtrain.config.errors import ConfigError
@@ -23,7 +21,6 @@ from offloadtrain.parallel.tensor import transformers_plan
 from offloadtrain.runtime.tensor_parts import LocalPart, is_distributed, shares_of
 from tests.distributed.conftest import Run
 from tests.parallel.mesh_runs import in_memory_order
-from tests.parallel.messages import message_of
 from tests.parallel.models import HF_SIZES, KINDS, decoder
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -336,22 +333,3 @@ def gradients_of_latent_attention(kind: str) -> float:
 )
 def test_latent_attention_has_the_gradients_of_one_process(ranks: Run, kind: str) -> None:
     assert max(ranks(2, gradients_of_latent_attention, kind)) < 1e-5
-
-
-def message_of_untied(*, tie: bool) -> str:
-    model: Any = decoder("Llama", tie_word_embeddings=True)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    rows = RowwiseParallel(input_layouts=Replicate())
-    columns = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model.model.embed_tokens, mesh["tp"], rows)
-    parallelize_module(model.lm_head, mesh["tp"], columns)
-    if tie:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return message_of(lambda: ot.offload(model, device="cpu", mesh=mesh).close())
-
-
-@pytest.mark.slow
-def test_a_head_that_was_untied_is_refused(ranks: Run) -> None:
-    for message in ranks(2, message_of_untied, tie=False):
-        assert "the head and the embedding of the model are two parameters" in message
-    assert ranks(2, message_of_untied, tie=True) == ["nothing", "nothing"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.parallel.pipeline.drive import Driven, Turn, order
 from offloadtrain.parallel.pipeline.two_versions import TwoVersions
-from offloadtrain.step.layout.buffer_table import device_owners, host_owners
 from offloadtrain.step.layout.placement import lay_out
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Operations
@@ -89,26 +87,3 @@ def test_a_backward_reads_what_its_forward_has_read(place: dict[str, Any]) -> No
     for turn, read in updates_read(spec):
         assert read == {max(0, turn.number // MICROBATCHES - 1)}, turn
     assert prove_operations(spec, turns_of(spec)[0]) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("state", "place"),
-    [("fp32", "host"), ("split16", "host"), ("int8", "host"), ("fp32", "device")],
-)
-def test_the_second_version_takes_as_much_as_the_first(state: str, place: str) -> None:
-    """In a stage that flushes and does not wait for weights loads read what Adam writes: the state,
-    or new weights beside it."""
-    ranks, stage = (2, 3) if place == "device" else (1, 0)
-    two = spec_of(ranks, state=state, working=place, zero_stage=stage)
-    exact = two.config.replace(update="exact")
-    single = replace(two, config=exact, weight_versions=1, update_policy=None)
-    streamed = [bucket for bucket in two.buckets if two.is_streamed(bucket)]
-    weights = sum(bucket.shard_numel * bucket.weight_bytes for bucket in streamed)
-    of = host_owners if place == "host" else device_owners
-    more = {owner: n - of(single).get(owner, 0) for owner, n in of(two).items()}
-    more.pop("padding", 0)
-    if place == "device":  # of blocks that stay whole, too
-        staying = [bucket for bucket in two.buckets if not two.is_streamed(bucket)]
-        weights += sum(bucket.nbytes for bucket in staying)
-    assert sum(more.values()) == weights

@@ -448,6 +448,7 @@ def _with_room_for_all_sums_or_activations() -> tuple[tuple[str, ...], Machine]:
     return keys, replace(_host_between(*keys), gpu_memory=f"{room} B")
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_is_told_the_share_with_which_it_is_fastest() -> None:
     _, machine = _with_room_for_all_sums_or_activations()
     config = accumulating_job("train.micro_batch=4", "offload.working=host")
@@ -591,6 +592,7 @@ def test_a_host_without_room_for_second_copies_is_exact() -> None:
     assert planned_update("offload.update=auto", machine=machine).job.offload.update == "exact"
 
 
+@pytest.mark.slow
 def test_the_rest_of_what_is_open_is_decided_with_it() -> None:
     config = jobs.load(
         "offloadtrain/cli/jobs/llama_1b.toml",

@@ -45,6 +45,7 @@ def test_no_schedule_is_faster(machine: str, overrides: tuple[str, ...], tight: 
     assert not tight or least >= 0.75 * seconds
 
 
+@pytest.mark.slow
 def test_a_search_simulates_only_what_may_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones are those of a search that simulates all."""
     job, target = (

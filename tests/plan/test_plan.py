@@ -335,6 +335,7 @@ def holding(**keys: Any) -> Machine:
     return replace(V100, gpu_memory=str(needed + V100.gpu_reserved_bytes + (1 << 20)))
 
 
+@pytest.mark.slow
 def test_automatic_takes_the_fastest_that_fits() -> None:
     """Where there is memory everything stays; then activations go first, then weights."""
     config = small(train__micro_batch=8)

@@ -15,7 +15,6 @@ from offloadtrain.step.program.operations import (
     Launch,
     Operations,
     Ref,
-    Undefined,
     Wait,
 )
 from offloadtrain.step.proof.prove import prove_operations
@@ -48,10 +47,6 @@ def waits(operations: Operations) -> list[tuple[str, str]]:
     return [(op.lane.value, op.event.lane.value) for op in operations if isinstance(op, Wait)]
 
 
-def kinds(operations: Operations) -> list[str]:
-    return [type(op).__name__ for op in operations]
-
-
 def test_an_event_that_is_recorded_late_knows_what_its_lane_has_learned_since() -> None:
     order = Dependencies()
     launch(order, Lane.COMPUTE, "x", reads="b", writes="a")
@@ -71,28 +66,6 @@ def test_nobody_waits_for_what_was_before_every_lane_was_empty() -> None:
     assert waits(order.take()) == []
     launch(order, Lane.HOST, "z", writes="a")
     assert waits(order.take()) == [("host", "compute")]
-
-
-def test_memory_that_is_used_again_is_undefined_behind_the_waits() -> None:
-    order = Dependencies()
-    launch(order, Lane.HOST, "x", reads="a")
-    order.take()
-    again = memory("a")
-    order.launch(Launch(Kind.ADD, Lane.D2H, "y", (), (again,)), fresh=again)
-    operations = order.take()
-    assert kinds(operations) == ["Wait", "Undefined", "Launch", "Record"]
-    assert operations[1] == Undefined(again, Lane.D2H)
-
-
-def test_a_late_event_is_recorded_when_somebody_waits() -> None:
-    order = Dependencies()
-    launch(order, Lane.COMPUTE, "x", reads="a", late=True)
-    launch(order, Lane.COMPUTE, "y", reads="b", late=True)
-    assert kinds(order.take()) == ["Launch", "Launch"]
-    launch(order, Lane.HOST, "z", writes="a")
-    assert kinds(order.take()) == ["Record", "Wait", "Launch", "Record"]
-    launch(order, Lane.HOST, "z", writes="b")  # which the event stands for too
-    assert waits(order.take()) == []
 
 
 def test_code_that_is_not_launched() -> None:

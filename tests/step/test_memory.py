@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +15,13 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout import buffer_table
 from offloadtrain.step.layout.block_spec import ALIGN, padded, placed
 from offloadtrain.step.layout.buffer_table import arena_rows, device_owners
-from offloadtrain.step.layout.buffers import BufferTable, Memory, span_bytes
+from offloadtrain.step.layout.buffers import BufferTable, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.placement import HEADROOM, check_host_limit, with_second_copies
 from offloadtrain.step.layout.step_spec import LAYER_SLOTS_MOST, STAGING_SLOTS_MOST, StepSpec
 from offloadtrain.step.program.operations import Launch, Operations, Ref, Undefined
 from tests import levels
-from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
+from tests.step.specs import Case, block, cases, chain, laid_out, staging_of
 from tests.step.user import User
 
 
@@ -62,19 +60,6 @@ def test_nothing_is_touched_that_was_not_asked_for(case: Case, seed: int) -> Non
             check(table, ref)
 
 
-@levels.each("ranks", [2, 3, 5, 6, 7, 10, 14, 15])
-def test_sums_of_any_number_of_ranks_fit_their_staging(ranks: int) -> None:
-    """Halved by rounding, and an odd share of an even size."""
-    with staging_of(PIECES):
-        spec = chain(2, ranks=ranks, reduction="fp32", sizes=(900,))
-        touched = refs(Case(spec, staging=PIECES).driven(2))
-        table = buffer_table.buffer_table(spec)
-        rounded = [ref for ref in touched if ref.memory is Memory.ROUNDED]
-        for ref in rounded:
-            check(table, ref)
-    assert rounded
-
-
 @levels.examples(150)
 @given(case=cases())
 def test_nothing_is_asked_for_that_is_not_touched(case: Case) -> None:
@@ -88,25 +73,6 @@ def test_nothing_is_asked_for_that_is_not_touched(case: Case) -> None:
         for key, row in table.rows.items():
             if key.bucket in names and row.within is None:
                 assert key in touched
-
-
-def test_parts_of_a_slot_do_not_overlap() -> None:
-    """Those that one block has in a slot, and the fields of one state."""
-    config = OffloadConfig(working="host", state_on="disk", grad_on="disk", state="split16")
-    blocks = [block(f"b{number}", config, sizes=(300, 900), frozen=(128,)) for number in range(3)]
-    table = buffer_table.buffer_table(laid_out(blocks, config))
-    parts = [(key, row) for key, row in table.rows.items() if row.within is not None]
-    assert {key.kind for key, _ in parts} == {Memory.WORKING, Memory.STATE, Memory.GRADIENT}
-    together = defaultdict(list)
-    for key, row in parts:
-        assert row.within is not None
-        parent, offset = row.within
-        sharer = str(key.bucket).split(".")[0] if key.kind is Memory.WORKING else key.bucket
-        together[parent, sharer].append((offset, offset + row.nbytes))
-    for extents in together.values():
-        ordered = sorted(extents)
-        assert all(end <= lo for (_, end), (lo, _) in itertools.pairwise(ordered))
-    assert max(map(len, together.values())) == 4
 
 
 @levels.examples(150)

@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from offloadtrain.engine.gradients import ReduceOrder
 from offloadtrain.step.program.streaming import (
     AccessOrder,
-    Pool,
-    next_use,
-    prefetches,
     victim,
 )
 
@@ -51,38 +48,6 @@ def test_the_block_needed_last_goes_and_nothing_is_loaded_in_vain(
     uses: tuple[int, ...], slots: int
 ) -> None:
     assert loads_by_victim(uses, slots) == fewest_loads(uses, slots)
-
-
-@given(
-    st.sets(st.integers(0, 8)),
-    st.lists(st.integers(0, 8), max_size=12),
-    st.integers(1, 5),
-    st.integers(0, 9),
-    st.data(),
-)
-def test_prefetches_keep_what_is_needed_sooner(
-    resident: set[int], future: list[int], slots: int, layers: int, data: st.DataObject
-) -> None:
-    """Blocks up to `layers` have some slots, the others have one."""
-    pools = [Pool(range(layers), range(slots)), Pool(range(layers, 9), range(slots, slots + 1))]
-    resident = {block for pool in pools for block in sorted(pool.of(resident))[: len(pool.slots)]}
-    pinned = set(data.draw(st.lists(st.sampled_from(sorted(resident)))) if resident else [])
-    loaded = set(resident)
-    moves = prefetches(resident, pinned, future, pools)
-    for block, leaving in moves:
-        (pool,) = (pool for pool in pools if block in pool.members)
-        assert block in future and block not in loaded
-        if leaving is None:
-            assert len(pool.of(loaded)) < len(pool.slots)
-        else:
-            assert leaving in pool.of(loaded) - pinned
-            assert next_use(leaving, future) > next_use(block, future)
-            loaded.remove(leaving)
-        loaded.add(block)
-    assert pinned <= loaded and all(len(pool.of(loaded)) <= len(pool.slots) for pool in pools)
-    order = [next_use(block, future) for block, _ in moves]
-    missing = [block for block in dict.fromkeys(future) if block not in resident]
-    assert order == sorted(order) and [block for block, _ in moves] == missing[: len(moves)]
 
 
 def pass_through(cursor: AccessOrder, uses: list[int]) -> bool:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     Kind,
@@ -23,7 +22,7 @@ from offloadtrain.step.program.updates import Decision, SpeculationPolicy
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import prove_operations
 from tests import levels
-from tests.step.specs import UPDATES, Case, block, cases, chain, laid_out, launches, staging_of
+from tests.step.specs import UPDATES, Case, cases, chain, launches, staging_of
 from tests.step.user import ODD, User
 
 STEPS = 3
@@ -137,37 +136,6 @@ def test_it_guesses_as_long_as_half_of_the_last_guesses_were_right() -> None:
         policy.add_outcome(True)  # the oldest wrong one is forgotten for it
         assert policy.should_speculate() == (2 * right >= SpeculationPolicy.WINDOW)
         assert policy.is_mostly_wrong() is not policy.should_speculate()
-
-
-def test_a_dropped_step_leaves_no_block_behind() -> None:
-    """Its graphs are gone with it: weights that waited for them go up in the next one."""
-    program = Program(chain(2, "delayed"))
-    steps(program, 2)
-    program.grads_ready("b1", {"b1.0": True}, last=True)
-    program.grads_complete("b1", Decision(3))
-    assert list(program.mode.waiting_for_graphs) == ["b1"]
-    assert launches(program.drop(), Kind.WEIGHTS_UP) == []
-    assert not program.mode.waiting_for_graphs
-    program.grads_ready("b1", {"b1.0": True}, last=True)
-    program.grads_complete("b1", Decision(3))
-    assert list(program.mode.waiting_for_graphs) == ["b1"]
-    assert [op.owner for op in launches(program.graph_freed("b1"), Kind.WEIGHTS_UP)] == ["b1.0"]
-    assert not program.mode.waiting_for_graphs
-    # Dropped now, all of them get their new weights.
-    assert [op.owner for op in launches(program.drop(), Kind.WEIGHTS_UP)] == ["b0.0"]
-
-
-def test_frozen_weights_that_were_loaded_are_not_read_from_a_slot() -> None:
-    """Among ranks nobody takes the slots away in between."""
-    config = OffloadConfig(working="host", zero_stage=3)
-    trained = block("trained", config, 2, repeated=False)
-    frozen = block("frozen", config, 2, sizes=(), frozen=(300,))
-    program = Program(laid_out([trained, frozen], config, 2))
-    program.begin_pass()
-    program.use("frozen")
-    assert program.streaming.resident == ["frozen"]
-    program.upload_masters()
-    assert launches(program.use("frozen"), Kind.LOAD)
 
 
 def test_a_bucket_without_a_gradient_is_zero_and_measured() -> None:

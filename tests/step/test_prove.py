@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -17,14 +17,12 @@ from offloadtrain.step.program.operations import (
     Lane,
     Launch,
     Operation,
-    Operations,
     Ref,
-    Undefined,
     Wait,
 )
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.proof.prove import order, prove, prove_operations
+from offloadtrain.step.proof.prove import prove, prove_operations
 from offloadtrain.step.proof.recording import (
     Bytes,
     Closed,
@@ -92,43 +90,6 @@ def test_who_reads_the_norm_needs_the_wait_of_the_thread(
     assert faults(spec, [*operations[:at], reader]) == {"race"}
 
 
-def test_a_launch_in_front_of_its_wait_is_a_race() -> None:
-    operations = list(driven(STREAMED))
-    moved = 0
-    for at, op in enumerate(operations[:-1]):
-        after = operations[at + 1]
-        if isinstance(op, Wait) and isinstance(after, Launch):
-            swapped = [*operations[:at], after, op, *operations[at + 2 :]]
-            moved += "race" in faults(STREAMED, swapped)
-            if moved == 12:
-                return
-    raise AssertionError(f"{moved} of 12 found")
-
-
-Change = Callable[[Ref], Ref]
-
-
-def changed(operations: Sequence[Operation], change: Change) -> Operations:
-    """With other memory."""
-    fault_kinds: Operations = []
-    for op in operations:
-        if isinstance(op, Launch):
-            reads, writes = (tuple(map(change, refs)) for refs in (op.reads, op.writes))
-            op = op._replace(reads=reads, writes=writes)
-        elif isinstance(op, Undefined):
-            op = op._replace(ref=change(op.ref))
-        fault_kinds.append(op)
-    return fault_kinds
-
-
-@levels.each("memory", [Memory.STAGING, Memory.HOST_STAGING, Memory.ROUNDED])
-def test_slots_of_staging_that_overlap_are_a_race(memory: Memory) -> None:
-    def one_slot(ref: Ref) -> Ref:
-        return ref._replace(owner=0) if ref.memory is memory else ref
-
-    assert "race" in faults(STREAMED, changed(driven(STREAMED), one_slot))
-
-
 @pytest.mark.parametrize(
     ("spec", "kind"),
     [(RESIDENT, Kind.GATHER), (STREAMED, Kind.GRAD_DOWN), (STREAMED, Kind.ROUND)],
@@ -185,31 +146,6 @@ def fault_kinds(*entries: Entry) -> list[str]:
     return [fault.kind for fault in prove(entries)]
 
 
-def test_what_a_race_is_called() -> None:
-    program = [
-        launched(Lane.HOST, writes=[piece(0, 8)]),
-        launched(Lane.H2D, reads=[piece(4, 12)]),
-    ]
-    (fault,) = prove(program)
-    assert fault.message == "'h2d' on h2d is not ordered after 'host': both touch memory"
-
-
-@levels.each("page", [0, 1 << 16, 5 << 16])
-@levels.each("size", [1, 100, 1 << 17])
-def test_common_bytes_are_found_on_any_page(page: int, size: int) -> None:
-    lo = page - size // 2 if page else 0
-    writes = launched(Lane.HOST, writes=[piece(lo, lo + size)])
-    assert fault_kinds(writes, launched(Lane.H2D, reads=[piece(lo + size - 1, lo + size + 5)])) == [
-        "race"
-    ]
-    assert fault_kinds(writes, launched(Lane.H2D, reads=[piece(lo + size, lo + size + 5)])) == []
-
-
-def test_a_wait_for_nothing() -> None:
-    assert fault_kinds(Waited(Lane.HOST, 7, "nothing")) == ["unrecorded"]
-    assert fault_kinds(Waited(Lane.HOST, 7, "later"), Recorded(Lane.D2H, 7)) == ["unrecorded"]
-
-
 def test_a_span_lasts_until_it_is_closed() -> None:
     opened = Opened(1, "forward", (piece(0, 4),), ())
     writes = launched(Lane.H2D, writes=[piece(0, 4)])
@@ -219,22 +155,6 @@ def test_a_span_lasts_until_it_is_closed() -> None:
     assert fault_kinds(opened, *ordered, writes, Closed(1)) == ["race"]
     assert fault_kinds(opened) == ["unclosed"]
     assert fault_kinds(Opened(1, "empty", (), ())) == []
-
-
-def test_what_an_operation_knows() -> None:
-    clocks = order(
-        [
-            launched(Lane.COMPUTE),
-            Recorded(Lane.COMPUTE, 0),
-            launched(Lane.COMPUTE),
-            launched(Lane.D2H),
-            Waited(Lane.D2H, 0, "compute"),
-            launched(Lane.D2H),
-        ]
-    )
-    lanes = list(Lane)
-    compute, d2h = lanes.index(Lane.COMPUTE), lanes.index(Lane.D2H)
-    assert [(clock[compute], clock[d2h]) for clock in clocks] == [(1, 0), (2, 0), (0, 1), (1, 2)]
 
 
 # ---- any program, against every order

@@ -110,43 +110,6 @@ def _of_writes(op: Wait) -> bool:
 
 
 @levels.each("update", UPDATES)
-def test_only_the_update_of_a_bucket_waits_for_its_write(update: str) -> None:
-    # In mode "delayed" its upload waits, too, which replaces the weights that are written.
-    uploads = (Kind.WEIGHTS_UP, Kind.PUBLISH) if update == "delayed" else ()
-    kinds = (Kind.ADAM, Kind.SPILL, *uploads)
-    for spec in specs(update):
-        for op in driven(spec):
-            if isinstance(op, Wait) and op.event.lane is Lane.WRITE:
-                assert isinstance(op.who, Launch) and op.who.kind in kinds
-                assert op.event.kind is Kind.WRITE and op.event.owner == op.who.owner
-
-
-@levels.each("update", UPDATES)
-def test_writes_are_in_the_order_of_the_updates_that_wait_for_them(update: str) -> None:
-    operations = driven(made(update, "resident"))
-    launches = launched(operations)
-    first = next(at for at, op in enumerate(launches) if op.kind is Kind.WRITE)
-    written = [op.owner for op in launches if op.kind is Kind.WRITE][:6]
-    updated = [op.owner for op in launches[first:] if op.kind is Kind.ADAM][:6]
-    blocks = [owner.split(".")[0] for owner in written]
-    assert blocks == [owner.split(".")[0] for owner in updated]
-
-
-@levels.each("update", UPDATES)
-def test_no_update_waits_for_what_the_spill_holds(update: str) -> None:
-    """It holds the end of what is written: here, the block that is updated last."""
-    operations = driven(made(update, "spilled"))
-    copied = [op.owner for op in launched(operations) if op.kind is Kind.SPILL]
-    order = [op.owner for op in launched(operations) if op.kind is Kind.ADAM][-6:]
-    last = "b2" if update == "exact" else "b0"
-    assert order[-1].startswith(last)
-    assert copied == [f"{last}.0", f"{last}.1"] * 2
-    for op in operations:
-        if isinstance(op, Wait) and op.event.lane is Lane.WRITE and op.event.owner == f"{last}.1":
-            assert isinstance(op.who, Launch) and op.who.kind is not Kind.ADAM
-
-
-@levels.each("update", UPDATES)
 def test_a_save_writes_every_value_once(update: str) -> None:
     for spec in specs(update):
         check_written(spec)

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     Event,
     HostWait,
@@ -23,11 +15,8 @@ from offloadtrain.step.program.operations import (
     Record,
     Wait,
 )
-from offloadtrain.step.program.program import Program
-from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.proof.simulate import Seconds, Steady, simulated, steady, timed
-from tests import levels
-from tests.step.specs import Case, cases, chain, staging_of
+from offloadtrain.step.proof.simulate import Seconds, simulated, steady, timed
+from tests.step.specs import chain
 
 COSTS = {
     Kind.FORWARD: 2.0,
@@ -112,63 +101,3 @@ def test_a_streamed_block_is_loaded_beside_the_one_before() -> None:
 
 
 # ---- what must hold
-
-
-def by_long_run(spec: StepSpec, seconds: Seconds) -> float:
-    """Of a step among many."""
-    warm = replace(spec, config=spec.config.replace(warmup_steps=0))
-    program = timed(steps(Program(warm), 20))
-    timing = [end for end, _ in simulated(program, seconds)]
-    decided = [timing[i] for i, item in enumerate(program) if item.op.kind is Kind.DECIDE]
-    return (decided[-1] - decided[7]) / 12
-
-
-def drawn(seed: int) -> Seconds:
-    draw = random.Random(seed)
-    return costing({kind: draw.random() * draw.choice([0, 0.1, 1, 10]) for kind in Kind})
-
-
-def check(timing: Steady) -> None:
-    assert timing.seconds >= max(timing.busy.values()) * (1 - 1e-9)
-    # Compute works, or waits for somebody who does.
-    working = timing.busy["compute"] + sum(timing.exposed.values())
-    assert timing.seconds == pytest.approx(working, abs=1e-9)
-    for lane, exposed in timing.exposed.items():
-        assert lane != "compute" and 0 <= exposed <= timing.busy[lane] * (1 + 1e-9)
-
-
-@levels.examples(60)
-@given(case=cases(most_blocks=3), seed=st.integers(0, 2**32))
-def test_a_step_in_the_long_run(case: Case, seed: int) -> None:
-    with staging_of(case.staging):
-        timing = steady(case.spec, drawn(seed))
-        check(timing)
-        assert timing.seconds == pytest.approx(by_long_run(case.spec, drawn(seed)), abs=1e-9)
-
-
-@levels.examples(30)
-@given(
-    mode=st.sampled_from(["exact", "early", "speculative", "delayed"]),
-    blocks=st.integers(1, 5),
-    accum=st.integers(1, 2),
-    ranks=st.integers(1, 2),
-    seed=st.integers(0, 2**32),
-)
-def test_more_slots_are_never_slower(
-    mode: str, blocks: int, accum: int, ranks: int, seed: int
-) -> None:
-    keys: dict[str, Any] = {"working": "host", "zero_stage": 3, "grad_accum_steps": accum}
-    timing = [
-        steady(chain(blocks, mode, ranks, device_slots=slots, **keys), drawn(seed)).seconds
-        for slots in (1, 2, 3, blocks + 1)
-    ]
-    assert all(a * (1 + 1e-9) >= b for a, b in itertools.pairwise(timing))
-
-
-@levels.each("mode", ["early", "speculative", "delayed"])
-def test_other_modes_are_never_slower_than_exact(mode: str) -> None:
-    """Where all guesses are right."""
-    for blocks in range(1, 5):
-        for seed in range(3):
-            exact = steady(chain(blocks), drawn(seed)).seconds
-            assert steady(chain(blocks, mode), drawn(seed)).seconds <= exact * (1 + 1e-9)

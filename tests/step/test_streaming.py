@@ -17,7 +17,7 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError, Streaming
 from offloadtrain.step.proof.drive import steps
 from tests import levels
-from tests.step.specs import UPDATES, block, by_step, chain, laid_out, launches
+from tests.step.specs import UPDATES, by_step, chain, launches
 
 
 class Slots:
@@ -70,24 +70,6 @@ def waits(operations: Operations) -> list[tuple[str, str]]:
 
 
 # ---- who is where
-
-
-def test_the_next_pass_loads_ahead_in_the_order_that_this_one_has_shown() -> None:
-    slots = Slots(streamed(4, 2))
-    passes = ["b0", "b1", "b2", "b3", "b3", "b2", "b1", "b0"]
-    slots.one_pass(passes)
-    for name in ("b0", "b1", "b2", "b3"):
-        slots.streaming.drop(name)
-    slots.moves()
-    assert slots.begin() == ["+b0", "+b1"]
-    assert slots.use("b0") == []
-    # b0 is needed last of all: b2 may have its slot as soon as b1 is in use.
-    assert slots.use("b1") == ["-b0", "+b2"]
-    assert slots.use("b2") == ["-b1", "+b3"]
-    assert slots.use("b3") == []
-    assert slots.use("b2") == ["-b3", "+b1"]
-    assert slots.use("b1") == ["-b2", "+b0"]
-    assert slots.use("b0") == []
 
 
 @levels.examples(200)
@@ -153,22 +135,6 @@ def test_a_use_waits_for_the_load_and_for_the_shards_of_others(ranks: int) -> No
     operations = slots.order.take()
     assert waits(operations)[-1] == ("compute", "load" if ranks == 1 else "comm")
     assert len(launches(operations, Kind.ALL_GATHER)) == (ranks > 1)
-
-
-def test_all_that_a_block_holds_comes_with_it() -> None:
-    config = streamed(1, 1).config
-    both = block("b0", config, sizes=(300, 200), frozen=(100,))
-    slots = Slots(laid_out([both, block("b1", config)], config))
-    slots.streaming.use("b0", ())
-    loads = launches(slots.order.take(), Kind.LOAD)
-    assert [op.owner for op in loads] == ["b0.0", "b0.1", "b0.f0"]
-
-
-def test_blocks_that_stay_are_nobody_s_business() -> None:
-    spec = streamed(3, 2, resident_blocks=1)
-    slots = Slots(spec)
-    streams = [item.name for item in spec.blocks if slots.streaming.loads(item.name)]
-    assert streams == ["b0", "b2"] and spec.slots == 2
 
 
 # ---- in usual steps

@@ -37,7 +37,7 @@ from offloadtrain.train.checkpoint.restore import saved_weights
 from offloadtrain.train.log.run_log import RunLog
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
 from tests.seeded_lanes import SeededLanes
-from tests.train.bitwise import STEPS, Case, differ, parted, running, saving, whole
+from tests.train.bitwise import Case, differ, parted, running, saving, whole
 from tests.train.small_job import events_of, run, small_job, tensor_hashes
 
 SPILL = 5 * SPILL_BLOCK
@@ -72,23 +72,6 @@ def test_one_run_of_each_mode(tmp_path: Path, request: Any, mode: str) -> None:
     draw = random.Random(f"{request.config.option.seed} {mode}")
     case = case_of(mode, draw.choice(sorted(PLACEMENTS)), draw.choice(CASES), accum=2)
     check(case, draw.choices(sorted(PLACEMENTS), k=3), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["on the device", "partly streamed"])
-def test_a_run_goes_back_to_a_delay(tmp_path: Path, placement: str) -> None:
-    """As after a spike of the loss: newer weights wait when older ones are loaded."""
-    case = case_of("delayed", placement, ("split16", "bf16"))
-    expected = whole(case)
-    with running(case) as run:
-        run.train(range(1, 4))
-        run.save(tmp_path, 3)
-        run.train(range(4, 6))
-        run.commit()
-        run.losses = run.losses[:3]
-        run.load(tmp_path)
-        run.train(range(4, STEPS + 1))
-        assert differ((run.losses, run.bits()), expected) == []
 
 
 @pytest.mark.slow

@@ -22,9 +22,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from torch import nn
 
-import offloadtrain as ot
 from offloadtrain.cli.main import main
 from offloadtrain.hardware import direct_io
 from offloadtrain.hardware.direct_io import BLOCK, DirectFile, aligned_buffer
@@ -616,25 +614,3 @@ def test_nothing_outside_of_the_targets_is_overwritten() -> None:
     assert [piece.in_place for piece in pieces] == [True, False, True]
     fill(targets, pieces, bytes(MEMORY))
     assert bool((full[4 * BLOCK : 6 * BLOCK] == 255).all())
-
-
-@pytest.mark.slow
-def test_state_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than two blocks of each buffer go through scratch memory."""
-    copied: list[int] = []
-    real = reader._copy
-
-    def spy(piece: Piece, target: Target) -> None:
-        copied.append(max(0, min(piece.hi, target.hi) - max(piece.lo, target.lo)))
-        real(piece, target)
-
-    monkeypatch.setattr(reader, "_copy", spy)
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-    optimizer = ot.offload(model, ot.AdamW(), device="cpu")
-    save(tmp_path, 1, model, optimizer, {})
-    (path,) = checkpoint.find(tmp_path)
-    restore(checkpoint.open_checkpoint(path), model, optimizer)
-    buffers = len(optimizer.flat_states())
-    optimizer.close()
-    size = checkpoint.open_checkpoint(path).manifest.num_bytes
-    assert 0 < sum(copied) < 2 * BLOCK * buffers < size / 10

@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from offloadtrain.config.units import format_clock
 from offloadtrain.events import schema
@@ -132,16 +129,6 @@ def test_a_long_phase_is_reported_every_few_seconds() -> None:
         assert stream.getvalue() == ""
 
 
-def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offloadtrain.train.log.console._LOOK_EVERY_S", 0.001)
-    looked = threading.Event()
-    console = Console(io.StringIO())
-    monkeypatch.setattr(console, "fill_silence", looked.set)
-    with console.never_silent("loading torch"):
-        assert looked.wait(120)
-    assert not [thread for thread in threading.enumerate() if thread.name == "silence"]
-
-
 # ---- when and where
 
 
@@ -248,20 +235,3 @@ def test_curves() -> None:
     points = [(step, 1.0 if step % 2 else 3.0) for step in range(1, 1001)]
     curve = loss_curve([*points, (1001, 4.0), (1002, 4.0)], width=10, height=4)
     assert curve.startswith("   2.040 │"), "the last column: 98 steps of 1 and 3, 2 of 4"
-
-
-@given(
-    st.lists(st.integers(0, 10**6), min_size=1, max_size=300), st.booleans(), st.integers(1, 100)
-)
-def test_monotone_losses_give_monotone_columns(
-    losses: list[int], falling: bool, width: int
-) -> None:
-    ordered = sorted(losses, reverse=falling)
-    rows = loss_curve([(i, float(y)) for i, y in enumerate(ordered)], width, 6).split("\n")
-    assert all(row.index("│") == 9 and len(row) <= 10 + width for row in rows[:6])
-    assert len(rows) == 8 and len(rows[6]) <= 10 + width
-    columns = zip(*(row[10:].ljust(width) for row in rows[:6]), strict=True)
-    heights = [sum(" ▁▂▃▄▅▆▇█".index(cell) for cell in cells) for cells in columns]
-    drawn = heights[: min(width, len(ordered))]
-    assert min(drawn) >= 1, "every column has a mark"
-    assert drawn == sorted(drawn, reverse=falling)

@@ -39,16 +39,6 @@ def test_none_is_missed_however_fast_they_come(tmp_path: Path) -> None:
     assert inbox.poll() == []
 
 
-def test_a_quiet_folder_costs_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = Requests(tmp_path)
-    send(tmp_path, "stop")
-    inbox.poll()
-    time.sleep(0.15)
-    inbox.poll()
-    monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("looked into the folder"))
-    assert inbox.poll() == []
-
-
 def put(folder: Path, name: str, data: bytes) -> None:
     (folder / "control").mkdir(exist_ok=True)
     (folder / "control" / name).write_bytes(data)

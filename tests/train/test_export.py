@@ -26,12 +26,11 @@ from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.convert import torch_export
 from offloadtrain.data.tokens import TokenFile
-from offloadtrain.integrations import causal_lm, export
+from offloadtrain.integrations import export
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError
 from offloadtrain.integrations.export import CHECKSUMS
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
 from offloadtrain.model.experts import MixtureOfExperts
-from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.layers import RotaryTables
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.trained_model import open_saved
@@ -272,22 +271,6 @@ def test_a_run_and_its_export_continue_alike(
     text = printed(capsys, "generate", trained_run, *options)
     assert text.startswith("1 + 1 =")
     assert printed(capsys, "generate", exported, *options) == text
-
-
-def test_a_seed_gives_a_text(exported: Path, capsys: Captured) -> None:
-    """Which leaves generators and mode as they are, and ends at the model's longest sequence."""
-    options = ("--prompt", "1 + ", "--max-tokens", 16, "--top-k", 40, "--top-p", 0.95)
-    texts = [printed(capsys, "generate", exported, *options, "--seed", seed) for seed in (3, 3, 4)]
-    assert texts[0] == texts[1] != texts[2]
-    model = causal_lm.load(exported, torch.device("cpu"))
-    model.module.train()
-    before = torch.get_rng_state()
-    model.generate(torch.tensor([[1, 2]]), 3, Sampling(seed=5))
-    assert torch.equal(torch.get_rng_state(), before) and model.module.training
-    model.module.generation_config.eos_token_id = None
-    assert model.generate(torch.tensor([[1, 2]]), 100, Sampling(seed=5)).shape == (1, 32)
-    with pytest.raises(CausalLmError, match=r"prompt has 32 tokens, and .* has 32"):
-        model.generate(torch.ones(1, 32, dtype=torch.int64), 1, Sampling())
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")

@@ -219,16 +219,6 @@ def test_how_many_layers_run_again_is_told_by_a_trace(tmp_path: Path) -> None:
         assert make(open_, name, tight, 1, trace).job.offload.activations.recompute_blocks == count
 
 
-def test_random_weights_are_planned_with_the_copy_that_they_are_drawn_in(tmp_path: Path) -> None:
-    machine_name, machine = find("cpu2")
-    jobs_of = [hf_job_of(tmp_path, "llama", f"model.init={init}") for init in ("weights", "random")]
-    weights, random = (make(described(job), machine_name, machine) for job in jobs_of)
-    largest = max(
-        sum(bucket.params for bucket in block.buckets) for block in weights.placed.spec.blocks
-    )
-    assert random.built_bytes - weights.built_bytes == 4 * (random.job.num_params - largest)
-
-
 # ---- training
 
 
@@ -409,6 +399,7 @@ def test_ligers_kernels_are_refused_before_memory_is_allocated(
         hf_job_of(tmp_path, "qwen3", LIGER, "ranks.tensor=2")
 
 
+@pytest.mark.slow
 def test_a_plan_with_ligers_loss_has_no_logits(tmp_path: Path) -> None:
     """As `train.chunked_loss` has none; it says so."""
     name, machine = find("rtx4090")
@@ -488,31 +479,6 @@ def test_a_resumed_run_has_the_same_bits_from_a_moved_folder(
     longer = hf_job_of(tmp_path, "elsewhere", *overrides, "train.steps=5")
     with pytest.raises(ConfigError, match=r"is of another model: its config.json is not that of"):
         run(longer, tmp_path / "parts", resume=str(tmp_path / "parts"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "shard"), [("2", 0), pytest.param("4", 2, marks=pytest.mark.long)]
-)
-def test_several_ranks_train_as_one(tmp_path: Path, ranks: str, shard: int) -> None:
-    """Streamed, with adapters: shards of trained and of frozen weights; also in groups."""
-    fp32 = ("offload.precision=fp32", "train.steps=2", "train.eval_every=0")
-    job = hf_job_of(tmp_path, "llama", LORA, "offload.working=host", *fp32)
-    (tmp_path / "job.toml").write_text(jobs.dump(job))
-    for count, group in (("1", 0), (ranks, shard)):
-        arguments = ["--nproc", count, "--run-dir", str(tmp_path / count)]
-        arguments += ["--set", f"ranks.shard={group}"]
-        assert main(["train", str(tmp_path / "job.toml"), *arguments]) == 0
-    alone, several = (
-        [step.loss for step in events_of(tmp_path / count, schema.Step)] for count in ("1", ranks)
-    )
-    assert alone == pytest.approx(several, rel=1e-5)
-    masters, sharded = masters_of(tmp_path / "1"), masters_of(tmp_path / ranks)
-    assert masters.keys() == sharded.keys()
-    for name, master in masters.items():
-        torch.testing.assert_close(sharded[name], master, rtol=1e-3, atol=1e-5)
-    frozen = [name for name in masters if "lora" not in name]
-    assert all(torch.equal(masters[name], sharded[name]) for name in frozen)
 
 
 # ---- what becomes of it

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine, find
@@ -98,6 +97,7 @@ def planned(above: str, machine: Machine) -> Plan:
     return make(settled(job, "h100", machine, 1, TRACE), "h100", machine, 1, TRACE)
 
 
+@pytest.mark.slow
 def test_smaller_memory_stays_on_the_device() -> None:
     """What is planned for a GPU: the more is moved, the less stays; all of it is one or the
     other's. Without a trace there is no plan."""
@@ -132,18 +132,3 @@ def test_the_plan_tells_what_compute_hides() -> None:
     assert hidden.prediction.exposed < plan.prediction.exposed
     nothing = planned("10 GiB", machine)
     assert "none has 10.0 GiB, so nothing moves" in text(nothing)
-
-
-@pytest.mark.slow
-def test_commands_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(JOB)
-    sets = [part for override in SAVED for part in ("--set", override)]
-    assert main(["plan", f"{path}", "--machine", "h100", "--why", *sets]) == 0
-    assert "saved tensors" in capsys.readouterr().out
-    on_cpu = ["--set", "device.kind=cpu", "--set", "train.micro_batch=1"]
-    assert main(["train", f"{path}", "--dry-run", *sets, *on_cpu]) == 0
-    output = "".join(capsys.readouterr())
-    assert "as planned" in output and "saved tensors" in output
-    assert main(["plan", f"{path}", "--machine", "h100", "--sweep", "gpus=1,2", *sets]) == 4
-    assert "known from a trace of the model" in capsys.readouterr().err

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ from offloadtrain.config.sections import LogConfig, check_packages
 from offloadtrain.events import log_lines, schema
 from offloadtrain.train.log import loggers
 from offloadtrain.train.log.loggers import STEP_SCALARS, Csv, JsonLines, Loggers, Row
-from offloadtrain.train.run_folder import RunFolder
 from tests.train.small_job import events_of, run, small_job
 
 Rows = list[dict[str, Any]]
@@ -247,30 +244,3 @@ def test_a_missing_package_is_refused_before_the_run(
     monkeypatch.setattr(sections, "PACKAGES", ("only_a_folder",))
     with pytest.raises(ConfigError, match="is not installed"):
         check_packages(LogConfig(to=("only_a_folder",)))  # type: ignore[arg-type]
-
-
-def test_nothing_is_imported_or_started_unless_asked_for(tmp_path: Path) -> None:
-    program = (
-        "import sys, offloadtrain.train.log.loggers, offloadtrain.config.job;"
-        "print(*{'tensorboard', 'wandb', 'torch'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "\n"
-    before = threading.active_count()
-    feeds = Loggers(pytest.fail)
-    feeds.open(tmp_path, small_job(tmp_path), 0)
-    feeds.emit(schema.Eval(step=0, val_loss=1.0))
-    assert threading.active_count() == before
-    feeds.close(failed=False)
-    assert os.listdir(tmp_path) == ["text"]
-
-
-def test_a_start_without_a_step_takes_its_metrics_along(tmp_path: Path) -> None:
-    with RunFolder.new(tmp_path, "a", tmp_path / "run") as folder:
-        folder.begin("", "")
-        for name in ("metrics.csv", "metrics.jsonl", "tensorboard/events", "wandb/run.json"):
-            (folder.path / name).parent.mkdir(exist_ok=True)
-            (folder.path / name).write_text("")
-    assert not (tmp_path / "run").exists()

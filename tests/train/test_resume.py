@@ -66,6 +66,7 @@ SKIPS = [
 """A few tokens for many experts."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0, 1])
 def test_a_run_resumes_with_another_share_of_the_sums_on_the_device(
     tmp_path: Path, stop_after: StopAfter, share: int
@@ -209,7 +210,11 @@ def torch_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], N
 
 
 @pytest.mark.parametrize(
-    ("overrides", "threads", "codes"), [([], 1, []), (["device.threads=2"], 2, ["threads-changed"])]
+    ("overrides", "threads", "codes"),
+    [
+        ([], 1, []),
+        pytest.param(["device.threads=2"], 2, ["threads-changed"], marks=pytest.mark.slow),
+    ],
 )
 def test_torch_s_threads_are_kept(
     tmp_path: Path,
@@ -249,6 +254,7 @@ def job_and_hashes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, di
     return job, tensor_hashes(folder / "run", 12)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_without_one_of_its_parts_resumes_with_the_same_bits(
     tmp_path: Path, stop_after: StopAfter, job_and_hashes: tuple[Config, dict[str, str]]
 ) -> None:

@@ -133,30 +133,6 @@ def test_it_learns_by_its_schedule(trained: Trained, tmp_path: Path) -> None:
     assert history(tmp_path / "run")[0] != history(trained.path)[0]
 
 
-@pytest.mark.slow
-def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run"
-    assert (
-        run(small_job(tmp_path, "offload.update=speculative", "offload.clip_norm=1e9"), path) == 0
-    )
-    steps = events_of(path, schema.Step)
-    assert [step.speculation_hit for step in steps] == [None, *[True] * 11]
-    assert all(step.early_buckets > 0 for step in steps[1:])
-    assert "speculation: 11 steps predicted, 0 of them mispredicted" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_each_group_follows_the_schedule_from_its_own_rate(tmp_path: Path) -> None:
-    """Under Muon, what is no matrix of a layer has a rate of its own."""
-    job = small_job(tmp_path, "optim.name=muon", "optim.adamw_lr=1e-3", "train.steps=6")
-    assert run(job, tmp_path / "run") == 0
-    lr = events_of(tmp_path / "run", schema.Step)[-1].lr
-    newest = checkpoint.find(tmp_path / "run" / "checkpoints")[0]
-    groups = json.loads((newest / "state.json").read_text())["param_groups"]
-    rates = {(group["use_muon"], group["lr"]) for group in groups}
-    assert rates == {(True, lr), (False, lr * (1e-3 / 1e-2))}
-
-
 @pytest.fixture
 def not_finite(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[int]], None]:
     """Return a function that names the training forwards (from 0) whose loss shall be NaN."""
@@ -347,18 +323,6 @@ def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) ->
     assert run(small_job(tmp_path), path, resume="auto") == 0
 
 
-def test_a_precision_chosen_here_is_held_to_the_same_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
-    job = small_job(tmp_path, "offload.skip_nonfinite=false", "offload.precision=auto")
-    monkeypatch.setattr(
-        "offloadtrain.train.build.resolve_precision", lambda *_: ("fp16", "no bf16")
-    )
-    with pytest.raises(jobs.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
-        run(job, tmp_path / "run")
-
-
 # ---- the plan
 
 
@@ -398,15 +362,6 @@ def test_times_are_held_to_a_measured_machine(tmp_path: Path) -> None:
     assert run(small_job(tmp_path, f"device.machine={file}"), path) == 0
     (message,) = (text for text in warnings(path) if "not as planned" in text)
     assert "step: planned" in message and "bytes" not in message
-
-
-def test_a_file_that_leaves_rates_open_does_not_refuse_a_job(tmp_path: Path) -> None:
-    """doctor measures no fp16 on a CPU, where torch computes in it all the same."""
-    file = tmp_path / "mine.toml"
-    machine = replace(find("cpu2")[1], fp16_tflops=0.0, node_link_gbps=0.0)
-    file.write_text(dump(machine, "Mine"))
-    overrides = [f"device.machine={file}", "offload.precision=fp16", "train.steps=2"]
-    assert run(small_job(tmp_path, *overrides, "optim.warmup_steps=0"), tmp_path / "run") == 0
 
 
 # ---- the remaining time
@@ -465,26 +420,6 @@ def test_a_disk_too_small_is_reported_or_refused_before_training(
     with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\.\d MiB and 1\.0 MiB is free"):
         run(small_job(tmp_path), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_room_that_the_next_save_makes_counts_as_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "run"
-    assert run(small_job(tmp_path), path) == 0
-    torn = path / "checkpoints" / "step-00000014.tmp-0123abcd"
-    torn.mkdir()
-    (torn / "rank-000.bin").write_bytes(bytes(3 << 20))
-    real = os.statvfs
-
-    def statvfs(path: object) -> os.statvfs_result:
-        block, fragment, blocks, *_ = facts = real(path)  # type: ignore[arg-type]
-        left = (1 << 20 if torn.exists() else 4 << 20) // fragment
-        return os.statvfs_result((block, fragment, blocks, left, left, *facts[5:]))
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
-    assert not torn.exists() and (path / "checkpoints" / "step-00000014").is_dir()
 
 
 @pytest.mark.parametrize("until", [10, 13])

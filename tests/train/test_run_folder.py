@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 from offloadtrain_tui.reading.listing import list_runs
-from torch import Tensor
 
 from offloadtrain.cli.commands.train import run_job
 from offloadtrain.cli.exit_codes import HUNG
@@ -29,7 +28,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config, load
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
+from offloadtrain.data.tokens import HEADER_BYTES, DataError
 from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train import run_folder
@@ -37,7 +36,6 @@ from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job, open_run
 from offloadtrain.train.signals import guarded
-from tests.data.tiny import write_tokens
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, run, small_job, write_text
 
@@ -122,20 +120,6 @@ def test_a_folder_is_made_durable_and_private_with_everything_in_it(
     assert facts["num_params"] == 7 and facts["where"] == "x"
 
 
-def test_runs_made_at_once_get_names_of_their_own(tmp_path: Path, clock: Any) -> None:
-    runs: list[RunFolder] = []
-    threads = [threading.Thread(target=lambda: runs.append(made(tmp_path))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({run.path for run in runs}) == 8
-    assert all(is_running(run.path) for run in runs)
-    assert (tmp_path / "latest").resolve() in {run.path for run in runs}
-    for made_run in runs:
-        made_run.close()
-
-
 def test_latest_follows_and_never_replaces_a_users_file(tmp_path: Path, clock: Any) -> None:
     latest = tmp_path / "latest"
     latest.symlink_to("gone")
@@ -148,18 +132,6 @@ def test_latest_follows_and_never_replaces_a_users_file(tmp_path: Path, clock: A
     made(tmp_path).close()
     assert latest.read_text() == "mine"
     assert not list(tmp_path.glob(".latest*"))
-
-
-def test_runs_are_ordered_whatever_the_clock_shows(tmp_path: Path, clock: Any) -> None:
-    """Of one second, and where the clock is set back."""
-    names = []
-    for year in (2026, *[2026] * 11, 2025, 2027):
-        clock.now = clock.now.replace(year=year)
-        with made(tmp_path) as run:
-            names.append(run.run_id)
-        assert [path.name for path in of_job(tmp_path, "job")] == names[::-1]
-    prefix = "20260304-050607-job"
-    assert names == [prefix, *(f"{prefix}+{n}" for n in range(1, 13)), "20270304-050607-job"]
 
 
 def test_the_newest_is_of_exactly_this_job(tmp_path: Path, clock: Any) -> None:
@@ -311,20 +283,6 @@ def test_a_folder_that_cannot_be_made_or_is_no_run_is_one_sentence(tmp_path: Pat
         made(tmp_path, path=tmp_path / "file")
 
 
-def test_a_disk_that_fails_leaves_no_lock_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "replace_file", full)
-        with pytest.raises(RunFolderError, match="No space left on device"):
-            made(tmp_path, path=tmp_path / "mine")
-    assert not is_running(tmp_path / "mine")
-    made(tmp_path, path=tmp_path / "mine").close()
-
-
 # ---- starts: one that comes to nothing changes nothing
 
 
@@ -424,43 +382,6 @@ def test_a_failure_in_the_first_step_leaves_nothing_either(
                 started(small_job(tmp_path), run_dir=run_dir)
     assert tree(complete.parent) == before
     assert list(named.iterdir()) == [] and not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("by", ["--resume", pytest.param("--run-dir", marks=pytest.mark.slow)])
-def test_a_run_named_by_a_link_stays_in_its_folder_when_the_link_moves(
-    tmp_path: Path, complete: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
-    link, other = complete.parent / "latest", complete.parent / "other"
-    (other / "checkpoints").mkdir(parents=True)
-    before, forward = tree(other), Transformer.forward
-
-    def moves(*arguments: Any, **options: Any) -> Tensor:
-        link.unlink()
-        link.symlink_to(other.name)
-        return forward(*arguments, **options)
-
-    monkeypatch.setattr(Transformer, "forward", moves)
-    longer = small_job(tmp_path, "train.steps=6", "train.eval_every=0")
-    if by == "--resume":
-        assert started(longer, resume=str(link)) == 0
-    else:
-        assert started(longer, resume="auto", run_dir=link) == 0
-    assert tree(other) == before
-    assert (complete / "checkpoints" / "step-00000006").is_dir()
-    assert json.loads((complete / "run.json").read_text())["run_id"] == complete.name
-
-
-def test_a_link_that_cannot_be_made_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(link: Path, target: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted", str(link))
-
-    monkeypatch.setattr(Path, "symlink_to", refused)
-    assert started(small_job(tmp_path, "train.steps=3", "train.eval_every=0")) == 0
-    (path,) = (tmp_path / "runs").iterdir()
-    (warning,) = [e for e in events_of(path, schema.Warning_) if e.code == "latest-failed"]
-    assert "Operation not permitted" in warning.message
 
 
 def test_a_failure_after_the_first_step_is_kept(
@@ -593,22 +514,6 @@ def test_changed_training_data_is_refused_at_start_and_at_resume(
     path.unlink()
     stop_after(None)
     assert run(job, named, resume="auto") == 0, "prepared again as the message says"
-
-
-@pytest.mark.slow
-def test_other_held_out_tokens_are_reported_at_resume(
-    tmp_path: Path, stop_after: StopAfter
-) -> None:
-    named = tmp_path / "mine"
-    stop_after(2)
-    assert run(small_job(tmp_path), named) == 75
-    folder = tmp_path / "data" / "text"
-    files = [f"data.train={folder}/train.bin", f"data.val={tmp_path}/other.bin", "data.source="]
-    tokens = TokenFile(folder / "val.bin").tokens[::-1]
-    write_tokens(tmp_path / "other.bin", [tokens], vocab_size=256, tokenizer="bytes")
-    assert run(small_job(tmp_path, *files), named, resume="auto") == 75
-    (changed,) = [e for e in events_of(named, schema.Warning_) if e.code == "job-changed"]
-    assert "the held-out tokens" in changed.message
 
 
 # ---- which folder `--resume` and `--run-dir` mean

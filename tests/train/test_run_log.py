@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import statistics
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,62 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain.engine import StepReport
 from offloadtrain.events import log_lines, schema
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.train.build import assemble
 from offloadtrain.train.log import run_memory
-from offloadtrain.train.log.console import Console
-from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.log.run_memory import RunMemory, UnaccountedMemory, anonymous_bytes
-from offloadtrain.train.progress import Progress, StepClock, StepStats
-from offloadtrain.train.run_folder import RunFolder
 from tests.runtime.fake_allocator import FakeAllocator
 from tests.train.small_job import run, small_job
-
-
-def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
-    """CPU time of this thread, in turn with that of making the JSON, which another thread does."""
-    job = small_job(tmp_path)
-    parts = assemble(job)
-    report = StepReport(
-        step=1,
-        skipped=False,
-        grad_norm=1.0,
-        clip_coef=1.0,
-        loss_scale=1.0,
-        micro_steps=1,
-        early_buckets=0,
-        speculation_hit=None,
-        exposed_ms=1.0,
-        busy_ms={"host": 1.0},
-        d2h_bytes=1,
-        h2d_bytes=1,
-        comm_bytes=0,
-    )
-    clock, stats = StepClock(), StepStats(1.0, (1.0,), False, False, False)
-    clock.lap("forward")
-    folder = RunFolder.new(tmp_path, "timed")
-    folder.begin("", "")
-    ratios = []
-    with folder, RunLog(folder, job, Console(io.StringIO(), every_s=1e3)) as log:
-        log.started(parts, Progress())
-        log.step(2, Progress(), report, clock, stats, lr=1e-3)
-        log._writer.flush()
-        (step,) = (
-            r.event for r in log_lines.read(folder.events()) if isinstance(r.event, schema.Step)
-        )
-        for number in range(3, 1003):
-            began = time.thread_time_ns()
-            log.step(number, Progress(), report, clock, stats, lr=1e-3)
-            between = time.thread_time_ns()
-            log_lines.to_line(step, 0, 0.0)
-            ratios.append((between - began) / (time.thread_time_ns() - between))
-    parts.optimizer.close()
-    assert statistics.median(ratios) < 3
-
 
 GIB = 1 << 30
 
@@ -174,24 +123,3 @@ def test_real_memory_and_the_mapping_that_has_it(monkeypatch: pytest.MonkeyPatch
     message = memory.look()
     assert message is not None and "Largest mappings: " in message and "MiB" in message
     assert int(ones[0]) == 1
-
-
-def test_a_run_looks_every_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    FakeAllocator(32 * GIB).install(monkeypatch)
-    monkeypatch.setattr(run_memory, "gpu_uuid", lambda device: "GPU-1")
-    process, codes = Process(), []
-    monkeypatch.setattr(run_memory, "anonymous_bytes", process.read)
-    optimizer: Any = SimpleNamespace(
-        device=torch.device("cuda", 0), ledger=process.ledger, pinned=True
-    )
-    memory = RunMemory(
-        optimizer,
-        lambda event: None,
-        nvml=Nvml(),
-        warn=lambda code, message: codes.append(code),
-    )
-    process.other += 20 * GIB
-    for _ in range(3):
-        memory._sampler._each_second()
-    assert codes == ["host-memory"]
-    memory.close()

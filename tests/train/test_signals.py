@@ -150,14 +150,6 @@ def test_a_stop_in_the_midst_of_an_import_ends_building_behind_it(
     assert sys.modules.pop("stopped_module").whole == 1
 
 
-def test_blocked_signals_arrive_once_they_are_handled() -> None:
-    """A launcher starts its ranks with signals blocked. USR1 asks for a checkpoint."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-    with StopRequests() as stop:
-        assert stop.wants_checkpoint and stop.requested is None
-
-
 def test_nohup_is_respected_and_a_forked_child_is_another_process() -> None:
     """A data loader ends its workers by SIGTERM."""
     code = """
@@ -176,16 +168,3 @@ print(stop.requested)
 """
     command = ["nohup", sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "None\n"
-
-
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
-    before, states = signal.getsignal(signal.SIGTERM), []
-
-    def elsewhere() -> None:
-        with StopRequests() as stop:
-            states.append((stop.requested, signal.getsignal(signal.SIGTERM)))
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert states == [(None, before)]

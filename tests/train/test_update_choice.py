@@ -64,7 +64,11 @@ def kill_after(last: int) -> Callable[[Trainer], None]:
 
 @pytest.mark.parametrize(
     ("speculative_ms", "exact_ms", "decided"),
-    [(10.0, 20.0, "speculative"), (20.0, 10.0, "exact"), (10.2, 10.0, "speculative")],
+    [
+        (20.0, 10.0, "exact"),
+        pytest.param(10.0, 20.0, "speculative", marks=pytest.mark.slow),
+        pytest.param(10.2, 10.0, "speculative", marks=pytest.mark.slow),
+    ],
 )
 def test_the_faster_mode_stays_also_after_a_resume(
     tmp_path: Path,
@@ -102,6 +106,7 @@ def test_the_faster_mode_stays_also_after_a_resume(
     assert guesses(parted) == [False, True, *first, False, decided == "speculative"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_before_its_decision_is_saved_measures_again(
     tmp_path: Path, clock: Callable[[float, float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import transformers
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.events import schema
-from offloadtrain.hardware.machine import find
 from offloadtrain.integrations import hf_job
 from offloadtrain.integrations.causal_lm import (
     VARLEN_ATTENTION,
@@ -21,8 +19,6 @@ from offloadtrain.integrations.causal_lm import (
     attend_within_documents,
 )
 from offloadtrain.model.language_model import Sampling
-from offloadtrain.plan.plan import make
-from offloadtrain.train.build import described, tracer_of
 from offloadtrain.train.trained_model import evaluate, open_model
 from tests.train.small_job import ENCODER, events_of, run, small_job
 from tests.train.test_hf_jobs import hf_job_of, plain_losses, write_short
@@ -113,24 +109,6 @@ def test_a_wide_window_and_attention_without_dropout_are_taken(tmp_path: Path) -
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     hf_job.check_can(HfModel(hf=str(tmp_path)), chunked=False, isolated=True, varlen=32)
-
-
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_plan_has_no_mask(tmp_path: Path, is_ours: bool) -> None:
-    """It counts each sequence as one document: the FLOPs of a job without packing, at most."""
-    name, machine = find("rtx4090")
-    plans = {}
-    for keys in ((), (ISOLATED,), (ISOLATED, VARLEN)):
-        keys = (*keys, "device.kind=auto", "train.micro_batch=64", "offload.activation=recompute")
-        job = small_job(tmp_path, "model.dropout=0.0", *keys)
-        if not is_ours:
-            job = hf_job_of(tmp_path, "llama", *keys)
-        job = described(replace(job, data=replace(job.data, seq_len=32)))
-        trace = None if is_ours else tracer_of(job, machine, 1)
-        plans[keys[:-3]] = make(job, name, machine, 1, trace)
-    plain, masked, varlen = plans.values()
-    assert sum(varlen.device.values()) < sum(masked.device.values())
-    assert varlen.placed.traced is None or varlen.placed.traced.flops == plain.placed.traced.flops
 
 
 @pytest.mark.parametrize("kind", ["falcon", "bloom", "xglm"])

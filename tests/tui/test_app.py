@@ -170,12 +170,12 @@ def test_runs_are_opened_and_drawn_over_each_other(tmp_path: Path) -> None:
     async def test() -> None:
         async with watching(second) as (app, press):
             await press("9", "down", "o")
-            while len(app._snapshots) < 2 or not app.shown.other_runs:
+            while len(app.reader.snapshots) < 2 or not app.shown.other_runs:
                 await press()
                 app.settle()
             assert [other.name for other in app.shown.other_runs] == ["20260101-000000-first"]
             await press("5")
-            curves = app.query_one("#plots-loss", Chart).plot.curves
+            curves = app.query_one("#plots-loss", Chart).content.curves
             assert [curve.label for curve in curves] == ["mean", "step", "val", "mean"]
             assert "overlaid: ━━ 20260101-000000-first" in text(app)
             await press("9", "enter")

@@ -32,7 +32,10 @@ class Ranks(Panel):
 
     def display_state(self, shown: ViewState) -> None:
         views = shown.views
-        tell(self.query_one("#ranks-text", Static), slow_stage(views) or skew(views))
+        text = slow_stage(views) or skew(views)
+        if len(views) > 1:
+            text += "\n own: the step without waiting for other ranks; skew: own against the median"
+        tell(self.query_one("#ranks-text", Static), text)
         fill(self.query_one(DataTable), *rank_table(views))
 
 
@@ -109,7 +112,7 @@ def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for view in views:
         own_ms = view.median_own_ms()
-        apart = f"{100 * (own_ms / middle - 1):+.1f} %" if own_ms and middle else "-"
+        apart = f"{100 * (own_ms / middle - 1):+.1f}%" if own_ms and middle else "-"
         lag = newest - view.step
         tiers = ("device", "host") if view.on_cpu else ("device",)
         used_bytes = sum(row.num_bytes for row in view.memory if row.tier in tiers)

@@ -167,7 +167,7 @@ def test_stages_parts_and_groups_are_columns_and_the_slow_stage_is_named() -> No
     assert bubble(first) == pytest.approx(0.3)
     assert bubble(views(2000.0)[0]) == 0.0 and bubble(View.at(fold([]))) is None
     columns, rows = rank_table(ranks)
-    assert columns == (*RANKS, "bubble", "stage", "group", "holds")
+    assert columns == (*RANKS, "CPU Adam", "memory", "loss", "bubble", "stage", "group", "holds")
     stages = ("stage 1 of 2 (layers 0 to 1)", "stage 2 of 2 (layers 2 to 3)")
     assert rows[0][-4:] == ("30%", stages[0], "group 0", "part 1 of 2")
     assert rows[3][-4:] == ("5.0%", stages[1], "group 1", "part 2 of 2")

@@ -47,7 +47,7 @@ from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
-from offloadtrain_tui.widgets.drawn import RUN_COLORS, STATE_COLORS, rich_color, shade
+from offloadtrain_tui.widgets.drawn import RUN_COLORS, STATE_COLORS
 from offloadtrain_tui.widgets.table import tell
 
 COLOR_BLIND = Theme(
@@ -274,9 +274,8 @@ class Monitor(App[None]):
     def draw(self) -> None:
         if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
             return
-        variables = self.theme_variables
         names = STATE_COLORS | {color: color for color in RUN_COLORS}
-        colors = {key: rich_color(shade(variables, name)) for key, name in names.items()}
+        colors = {key: self.panel.ink(name) for key, name in names.items()}
         with self.batch_update():
             lines = {
                 "headline": headline(self.shown, colors, self.size.width),

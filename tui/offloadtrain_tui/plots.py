@@ -65,8 +65,8 @@ KINDS: dict[str, Kind] = {
         form=units.format_bytes,
     ),
     "host_ms": Kind(
-        "CPU Adam and norms",
-        single_curve("host_ms", "foreground"),
+        "",
+        (("host_ms", "host", "foreground", False),),
         form=milliseconds,
         least_range=STEADY,
     ),

@@ -13,14 +13,14 @@ from textual.widgets import DataTable, Static
 from offloadtrain.config import units
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds, percent, short
+from offloadtrain_tui.text import clean, lane_word, milliseconds, percent, short
 from offloadtrain_tui.verdict import RECENT_STEPS
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import fill, tell
 
 _UNEVEN = 0.01
 """Of its own time, from which the slowest rank is named."""
-RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits", "Adam", "memory", "loss")
+RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits")
 
 
 class Ranks(Panel):
@@ -43,7 +43,7 @@ def rank_table(views: Sequence[View]) -> tuple[tuple[str, ...], list[tuple[str, 
     """Return columns, and a row per rank. Divisions of the ranks add columns: with a pipeline stage
     and bubble, with hybrid sharding the group that shares the state, with tensor parallelism the
     part of every matrix, with expert parallelism the experts."""
-    heads: tuple[str, ...] = RANKS
+    heads: tuple[str, ...] = (*RANKS, lane_word("host", views[0].start), "memory", "loss")
     rows = rank_rows(views)
     for names, cells_of in _COLUMNS:
         added = [cells_of(view) for view in views]

@@ -131,7 +131,7 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         free = f"  {tier.free / gib:.1f} free of {tier.total / gib:.1f} GiB "
         figures = f" owners {tier.used / gib:.1f}"
         figures += f"  peak {tier.peak / gib:.1f}" if tier.peak else ""
-        note = "" if self.app.size.width < _NARROW else f"  {clean(tier.note)[:40]}"
+        note = "" if self.app.size.width < _NARROW else f"  {clean(tier.note, 40)}"
         room = max(width - len(tier.title) - len(figures) - len(free) - len(note) - 2, 8)
         return [
             Segment(f" {tier.title}", self.style("foreground", bold=True)),

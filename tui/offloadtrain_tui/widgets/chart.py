@@ -182,13 +182,15 @@ class Chart(Drawn[Plot]):
 
     def _title(self) -> list[Segment]:
         plot = self.content
-        segments = [Segment(f" {plot.kind.title}", self.style("foreground", bold=True))]
+        title = f" {plot.kind.title}" if plot.kind.title else ""
+        segments = [Segment(title, self.style("foreground", bold=True))]
         at = plot.window.hi if plot.cursor is None else plot.cursor + 1
         for curve in plot.curves:
             value = curve.series.last(min(at, curve.length))
             label = f" {curve.label}" if curve.label else ""
             figure = "-" if value is None else f"{plot.kind.form(value)}{plot.kind.unit}"
-            segments.append(Segment(f"{label} {figure}", self.style(curve.color)))
+            style = self.style(curve.color, bold=not title)
+            segments.append(Segment(f"{label} {figure}", style))
         if plot.log:
             segments.append(Segment(" log", self.style("foreground", dim=True)))
         return segments

@@ -233,6 +233,25 @@ def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
         go(test(pid))
 
 
+def test_news_that_pile_up_while_the_screen_is_drawn_are_drawn_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal that is slow is not sent every one of them."""
+    write(tmp_path / "20261121-080000-demo", plain())
+    drawn: list[float] = []
+
+    async def test() -> None:
+        async with watching(tmp_path / "20261121-080000-demo") as (app, press):
+            monkeypatch.setattr(app, "settle", lambda: drawn.append(app.clock.now_s()))
+            app._quiet.pause()
+            for _ in range(50):
+                app.post_message(app.News())
+            await press()
+
+    go(test())
+    assert len(drawn) == 1
+
+
 def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,12 +170,12 @@ def test_runs_are_opened_and_drawn_over_each_other(tmp_path: Path) -> None:
     async def test() -> None:
         async with watching(second) as (app, press):
             await press("9", "down", "o")
-            while len(app._snapshots) < 2 or not app.shown.other_runs:
+            while len(app.reader.snapshots) < 2 or not app.shown.other_runs:
                 await press()
                 app.settle()
             assert [other.name for other in app.shown.other_runs] == ["20260101-000000-first"]
             await press("5")
-            curves = app.query_one("#plots-loss", Chart).plot.curves
+            curves = app.query_one("#plots-loss", Chart).content.curves
             assert [curve.label for curve in curves] == ["mean", "step", "val", "mean"]
             assert "overlaid: ━━ 20260101-000000-first" in text(app)
             await press("9", "enter")
@@ -231,6 +231,25 @@ def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
 
     with trainer(folder) as pid:
         go(test(pid))
+
+
+def test_news_that_pile_up_while_the_screen_is_drawn_are_drawn_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal that is slow is not sent every one of them."""
+    write(tmp_path / "20261121-080000-demo", plain())
+    drawn: list[float] = []
+
+    async def test() -> None:
+        async with watching(tmp_path / "20261121-080000-demo") as (app, press):
+            monkeypatch.setattr(app, "settle", lambda: drawn.append(app.clock.now_s()))
+            app._quiet.pause()
+            for _ in range(50):
+                app.post_message(app.News())
+            await press()
+
+    go(test())
+    assert len(drawn) == 1
 
 
 def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(

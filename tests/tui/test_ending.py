@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui.clock import ReplayClock
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.ending import Ending
 from offloadtrain_tui.reading.log_reader import RunReader
+from offloadtrain_tui.reading.runs import Ending
 from offloadtrain_tui.summary import headline, when
 from offloadtrain_tui.view_state import ViewState
 

@@ -11,7 +11,7 @@ import pytest
 from offloadtrain_tui import plots
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.panels.job import differences
-from offloadtrain_tui.reading.series import Series, Smoothed
+from offloadtrain_tui.reading.columns import Series, Smoothed
 from textual.widgets import Input
 
 from tests.tui.recordings import Timed, plain, start, unlucky, write
@@ -38,11 +38,11 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     async def test() -> None:
         async with watching(first, second) as (app, press):
             app._overlaid = set()  # both are named, and so overlaid
-            app._show()
+            app.settle()
             await press("8")
             assert "differences" not in text(app)
             app._overlaid = {second}
-            app._show()
+            app.settle()
             await press("8")
             shown = " ".join(text(app).split())
             assert "differences to second" in shown

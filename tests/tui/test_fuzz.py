@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from offloadtrain_tui.panels.events import matches
 from offloadtrain_tui.panels.job import flat
 from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.reading.columns import Outline
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.log_reader import Snapshot
-from offloadtrain_tui.reading.series import Outline
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.reports import facts, report
 from offloadtrain_tui.summary import headline, numbers, when

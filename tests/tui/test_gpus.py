@@ -48,7 +48,7 @@ def test_a_rank_has_the_history_of_its_own_gpu() -> None:
     assert not view(uuid="GPU-9").history.gpu.times, "it is not on this machine"
     shown = plot(KINDS["nvlink"], view(uuid="GPU-1", nvlink=25e9))
     assert [curve.series.last(curve.length) for curve in shown.curves] == [25e9, 25e9]
-    assert shown.is_mirrored and shown.form(25e9) == "25"
+    assert shown.is_mirrored and shown.kind.form(25e9) == "25"
 
 
 def test_a_moment_has_the_samples_until_then_and_zoom_the_newest() -> None:

@@ -9,8 +9,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offloadtrain_tui.reading.columns import SAMPLED_STEPS
 from offloadtrain_tui.reading.history import LANES, STEP_FIELDS, History, fold
-from offloadtrain_tui.reading.timed import SAMPLED_STEPS
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.widgets.lanes import union_ms

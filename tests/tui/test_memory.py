@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from offloadtrain_tui import memory
+from offloadtrain_tui.reading.columns import MOST, LiveMemory
 from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.log_reader import Snapshot
-from offloadtrain_tui.reading.timed import MOST, LiveMemory
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Tier
@@ -172,7 +172,7 @@ def test_odd_sizes_are_unknown() -> None:
 def test_memory_within_a_step_follows_the_zoom(tmp_path: Path) -> None:
     folder = generate(tmp_path / "run", steps=3)
     view = View.at(fold((folder / "events/rank000.jsonl").read_bytes().splitlines()))
-    curve = view.curve
+    curve = view.newest(schema.StepMemory)
     assert curve is not None
     complete = memory.within_step(view, 0.0, curve.at_ms[-1])
     assert complete.base + max(c[0] for c in complete.columns if c) == 1024 * max(curve.kib)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -184,6 +185,8 @@ def test_logs_that_are_missing_or_may_not_be_read_are_reported(
     snapshot = reader.read_to_end(BEGIN_S)
     assert snapshot.problem == f"not read: {folder}/events: no permission"
     assert snapshot.state == "unknown"
+    shutil.rmtree(folder)
+    assert reader.read_to_end(BEGIN_S).problem == f"not read: {folder}/events: it is gone"
     reader.close()
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offloadtrain_tui.reading.series import NOTHING, Measured, Outline, Series, Smoothed, Window
-from offloadtrain_tui.widgets.chart import Canvas, bounds, logarithmic
+from offloadtrain_tui.reading.columns import NOTHING, Measured, Outline, Series, Smoothed, Window
+from offloadtrain_tui.widgets.chart import Canvas, Kind, Plot, bounds, logarithmic
 
 VALUES = st.lists(
     st.one_of(
@@ -122,7 +122,7 @@ def test_the_mean_begins_at_the_first_value_and_follows() -> None:
 
 def drawn(extents: list[tuple[float, float]], width: int, height: int) -> list[str]:
     canvas = Canvas(width, height)
-    canvas.draw(extents, *(bounds([extents]) or (0.0, 1.0)), 0)
+    canvas.draw(extents, *Plot(Kind("")).range_of(*(bounds([extents]) or (0.0, 1.0))), 0)
     return ["".join(text for text, _ in canvas.row(y)) for y in range(height)]
 
 

@@ -112,9 +112,9 @@ def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.Monk
             async def tick() -> None:
                 for reader in app.reader.readers:
                     reader.read()
-                app._snapshots = app.reader.read_newest()
-                app._show()
-                app._show()
+                app.reader.publish()
+                app.settle()
+                app.settle()
                 await app.workers.wait_for_complete()
 
             await tick()
@@ -126,7 +126,7 @@ def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.Monk
             add(schema.RunEnded(status="done", step=20))
             await tick()
             assert rung == ["bell"], "it is off"
-            assert [snapshot.state for snapshot in app._snapshots] == ["done", "done"]
+            assert [snapshot.state for snapshot in app.reader.snapshots] == ["done", "done"]
 
     add(old)
     with trainer(folder):

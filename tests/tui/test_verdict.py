@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 from offloadtrain_tui.panels.ranks import RANKS, bubble, rank_table, slow_stage
+from offloadtrain_tui.reading.columns import Series
 from offloadtrain_tui.reading.history import fold
-from offloadtrain_tui.reading.series import Series
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.verdict import against_plan, bound_by, is_calm, right_guesses, time_left_s
-from offloadtrain_tui.widgets.chart import Curve, Plot
+from offloadtrain_tui.widgets.chart import Curve, Kind, Plot
 
 from offloadtrain.events import schema
 from tests.tui import recordings
@@ -130,13 +130,17 @@ def test_the_end_counts_evaluations_and_checkpoints() -> None:
 
 
 def test_noise_is_flat_on_an_axis_and_mirrored_curves_have_a_zero() -> None:
-    steady = Plot("tokens/s", least_range=0.2)
+    steady = Plot(Kind("tokens/s", least_range=0.2))
     low, high = steady.range_of(99.0, 101.0)
     assert (101.0 - 99.0) / (high - low) < 0.12 and low < 99.0 < 101.0 < high
     assert steady.range_of(50.0, 101.0) == (50.0, 101.0), "no noise"
-    assert Plot("waits", from_zero=True).range_of(0.03, 0.05) == (0.0, 0.05)
-    both = Plot("bus", curves=(Curve("down", Series(), 0, mirrored=True),))
+    assert Plot(Kind("waits", from_zero=True)).range_of(0.03, 0.05) == (0.0, 0.05)
+    both = Plot(Kind("bus"), curves=(Curve("down", Series(), 0, mirrored=True),))
     assert both.range_of(-11.0, 7.0) == (-11.0, 11.0)
+    assert Plot(Kind("busy", from_zero=True)).range_of(97.0, 97.0) == (0.0, 97.0), "no 102 %"
+    low, high = Plot(Kind("heat")).range_of(61.0, 61.0)
+    assert low < 61.0 < high, "a level curve is in the middle"
+    assert Plot(Kind("lr")).range_of(0.0, 0.0) == (-0.5, 0.5)
 
 
 # ---- the table of ranks of a divided model: stages, their bubbles, parts and groups
@@ -163,7 +167,7 @@ def test_stages_parts_and_groups_are_columns_and_the_slow_stage_is_named() -> No
     assert bubble(first) == pytest.approx(0.3)
     assert bubble(views(2000.0)[0]) == 0.0 and bubble(View.at(fold([]))) is None
     columns, rows = rank_table(ranks)
-    assert columns == (*RANKS, "bubble", "stage", "group", "holds")
+    assert columns == (*RANKS, "CPU Adam", "memory", "loss", "bubble", "stage", "group", "holds")
     stages = ("stage 1 of 2 (layers 0 to 1)", "stage 2 of 2 (layers 2 to 3)")
     assert rows[0][-4:] == ("30%", stages[0], "group 0", "part 1 of 2")
     assert rows[3][-4:] == ("5.0%", stages[1], "group 1", "part 2 of 2")

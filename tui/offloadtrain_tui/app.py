@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from rich.text import Text
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter
@@ -48,7 +47,7 @@ from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
-from offloadtrain_tui.widgets.drawn import RUN_COLORS, STATE_COLORS, rich_color, shade
+from offloadtrain_tui.widgets.drawn import RUN_COLORS, STATE_COLORS
 from offloadtrain_tui.widgets.table import tell
 
 COLOR_BLIND = Theme(
@@ -73,25 +72,21 @@ QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
 
 
-_ENDS = ("done", "stopped", "failed", "killed")
-
-
 @dataclass(slots=True)
 class Watched:
-    """The last known state of each run. The state at the first complete reading is no news."""
+    """The last known alerts and end of each run. Those at the first complete reading are no
+    news."""
 
-    _previous: dict[Path | None, tuple[str, frozenset[str]]] = field(default_factory=dict)
+    _known: dict[Path | None, frozenset[str]] = field(default_factory=dict)
 
     def news(self, snapshots: Sequence[Snapshot]) -> int:
         """Return the number of alerts that were raised and runs that ended since the last call."""
         count = 0
         for snapshot in (snapshot for snapshot in snapshots if snapshot.is_complete):
-            codes = frozenset(alert.code for alert in snapshot.first.active_alerts())
-            before = self._previous.get(snapshot.folder)
-            self._previous[snapshot.folder] = snapshot.state, codes
-            if before is not None:
-                state, known = before
-                count += len(codes - known) + (state in runs.ALIVE and snapshot.state in _ENDS)
+            codes = {alert.code for alert in snapshot.first.active_alerts()}
+            signs = frozenset(codes | ({snapshot.state} & {*runs.ENDED}))
+            count += len(signs - self._known.get(snapshot.folder, signs))
+            self._known[snapshot.folder] = signs
         return count
 
 
@@ -99,7 +94,10 @@ class Monitor(App[None]):
     """Displays runs; it writes only requests, when the user makes them."""
 
     class News(Message):
-        """The reader has news."""
+        """The reader has news. Of several in the queue only the last is handled."""
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, Monitor.News)
 
     @dataclass
     class Sampled(Message):
@@ -133,6 +131,7 @@ class Monitor(App[None]):
         """`news_s`: least interval between updates from the runs. `output`: where the screen goes;
         None: where Textual draws."""
         super().__init__()
+        self.register_theme(COLOR_BLIND)
         # Classes of the screen by its size.
         self.HORIZONTAL_BREAKPOINTS = [(0, "narrow"), (100, "medium"), (160, "wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "short"), (30, "usual"), (50, "tall")]
@@ -144,7 +143,6 @@ class Monitor(App[None]):
         )
         self._selected = 0
         self._overlaid = set(named) if len(run_paths) > 1 else set()
-        self._snapshots: list[Snapshot] = []
         self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
         self._watched = Watched()
@@ -169,7 +167,6 @@ class Monitor(App[None]):
     # ---- life
 
     def on_mount(self) -> None:
-        self.register_theme(COLOR_BLIND)
         self.reader.start()
         if self._watch_machine:
             self._machine.start()
@@ -209,14 +206,10 @@ class Monitor(App[None]):
         """True if everything present at the start has been read, and the screen is complete."""
         sampled = self.shown.machine is not None or not self._watch_machine
         logs = not self.reader.readers or (
-            bool(self._snapshots) and all(snapshot.is_complete for snapshot in self._snapshots)
+            bool(self.reader.snapshots)
+            and all(snapshot.is_complete for snapshot in self.reader.snapshots)
         )
         return self._listed and sampled and logs
-
-    def settle(self) -> None:
-        """Draw the current state."""
-        self._snapshots = self.reader.take()
-        self._show()
 
     def _look_for_runs(self) -> None:
         """List runs on another thread: a hundred runs on a slow disk take time."""
@@ -243,27 +236,25 @@ class Monitor(App[None]):
         else:
             self.tell(f"saved {settings.path()}")
 
-    def _show(self) -> None:
-        """Update the screen to the newest state."""
-        is_replay = isinstance(self.clock, ReplayClock)
-        if not is_replay and self._watched.news(self._snapshots):
-            if self.settings.attention == "bell":
-                self.bell()
-        if self._snapshots:
-            self._selected = min(self._selected, len(self._snapshots) - 1)
-            chosen = self._snapshots[self._selected]
+    def settle(self) -> None:
+        """Draw the newest state."""
+        snapshots, now_s = self.reader.snapshots, self.clock.now_s()
+        shown = replace(self.shown, now_s=now_s)
+        if isinstance(self.clock, ReplayClock):
+            shown = replace(shown, at_s=now_s, speed=self.clock.speed)
+        elif self._watched.news(snapshots) and self.settings.attention == "bell":
+            self.bell()
+        if snapshots:
+            self._selected = min(self._selected, len(snapshots) - 1)
+            chosen = snapshots[self._selected]
             other_runs = tuple(
                 snapshot
-                for snapshot in self._snapshots
+                for snapshot in snapshots
                 if snapshot is not chosen
                 and (snapshot.folder is None or snapshot.folder in self._overlaid)
             )
-            self.shown = replace(self.shown, snapshot=chosen, other_runs=other_runs)
-        now_s = self.clock.now_s()
-        self.shown = replace(self.shown, now_s=now_s)
-        if isinstance(self.clock, ReplayClock):
-            self.shown = replace(self.shown, at_s=now_s, speed=self.clock.speed)
-        self.draw()
+            shown = replace(shown, snapshot=chosen, other_runs=other_runs)
+        self.change(shown)
 
     # ---- the screen
 
@@ -283,15 +274,15 @@ class Monitor(App[None]):
     def draw(self) -> None:
         if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
             return
-        variables = self.theme_variables
         names = STATE_COLORS | {color: color for color in RUN_COLORS}
-        colors = {key: rich_color(shade(variables, name)) for key, name in names.items()}
+        colors = {key: self.panel.ink(name) for key, name in names.items()}
         with self.batch_update():
-            self._line("headline", headline(self.shown, colors, self.size.width))
-            self._line("numbers", numbers(self.shown, self.size.width))
-            text = when(self.shown, colors, self.size.width)
-            self.query_one("#when").display = bool(text.plain)
-            self._line("when", text)
+            lines = {
+                "headline": headline(self.shown, colors, self.size.width),
+                "numbers": numbers(self.shown, self.size.width),
+                "when": when(self.shown, colors, self.size.width),
+            }
+            self.query_one("#when").display = bool(lines["when"].plain)
             self.panel.show(self.shown)
             # Not the screen's active ones: those change with the focus.
             bindings = [
@@ -300,10 +291,9 @@ class Monitor(App[None]):
                 for _, binding in bindings_map
             ]
             can_ask = self.shown.snapshot.state in runs.ALIVE and not self.shown.readonly
-            self._line("footer", footer(bindings, self.size.width, can_ask=can_ask))
-
-    def _line(self, name: str, text: Text) -> None:
-        tell(self.query_one(f"#{name}", Static), text)
+            lines["footer"] = footer(bindings, self.size.width, can_ask=can_ask)
+            for name, text in lines.items():
+                tell(self.query_one(f"#{name}", Static), text)
 
     @property
     def panel(self) -> Panel:
@@ -388,7 +378,7 @@ class Monitor(App[None]):
             return
         moment = shown.moment_s
         self.clock.move(self.clock.end_s if shown.cursor is None or moment is None else moment)
-        self._show()
+        self.settle()
 
     def action_live(self) -> None:
         if isinstance(self.clock, ReplayClock):
@@ -411,10 +401,10 @@ class Monitor(App[None]):
             self.change(replace(self.shown, cursor=self.shown.newest.length - 1))
 
     def action_next_run(self) -> None:
-        if self._snapshots:
-            self._selected = (self._selected + 1) % len(self._snapshots)
+        if snapshots := self.reader.snapshots:
+            self._selected = (self._selected + 1) % len(snapshots)
             self.shown = replace(self.shown, cursor=None)
-            self._show()
+            self.settle()
 
     # ---- from the panels
 
@@ -438,10 +428,10 @@ class Monitor(App[None]):
         if not overlay:
             folders = [reader.run.folder for reader in self.reader.readers]
             self._selected = folders.index(folder)
-            self._snapshots = self.reader.read_newest()
+            self.reader.publish()
             self.shown = replace(self.shown, cursor=None)
             self.action_panel("overview")
-        self._show()
+        self.settle()
 
     # ---- requests to a run, which the user confirms
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from cyclopts.validators import Number
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain.config.errors import ConfigError
+from offloadtrain_tui import settings
 from offloadtrain_tui.clock import Clock, ReplayClock
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.log_reader import NEWS_OVER_SSH_S, NEWS_S, RunReader
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from offloadtrain_tui.app import Monitor
 
 ONCE_SIZE = (120, 40)
-COLOR_BLIND = "color-blind-safe"
-"""Our own theme, which the app registers when it runs."""
 
 
 def tui(
@@ -117,35 +117,25 @@ def tui(
         news_s=news_s,
         output=unfiltered(sys.stdout) if once else None,
     )
-    if not (once or screenshot is not None) and (problem := _use_settings(app)):
-        return _refuse(problem)
-    if theme and (problem := _set_theme(app, theme)):
-        return _refuse(problem)
-    if once or screenshot is not None:
+    is_frame = once or screenshot is not None
+    app.use(_settings(app, theme, of_user=not is_frame))
+    if is_frame:
         return _frame(app, screen, size, screenshot)
     return _in_terminal(app, screen)
 
 
-def _use_settings(app: Monitor) -> str:
-    """Take the user's settings; return what is wrong with them, or ""."""
-    from offloadtrain_tui import settings
-
-    file = settings.path()
+def _settings(app: Monitor, theme: str, *, of_user: bool) -> settings.Settings:
+    """Return the user's settings or the defaults, with this theme; refuse wrong ones."""
+    file, themes = settings.path(), sorted(app.available_themes)
+    if theme and theme not in themes:
+        raise SystemExit(_refuse(f"--theme {theme}: choose one of {', '.join(themes)}"))
     try:
-        app.use(settings.load(file, sorted({*app.available_themes, COLOR_BLIND})))
+        chosen = settings.load(file, themes) if of_user else settings.DEFAULTS
     except (ConfigError, UnsafeFileError) as error:
-        return str(error)
+        raise SystemExit(_refuse(str(error))) from None
     except OSError as error:
-        return f"{file}: cannot be read: {error.strerror}"
-    return ""
-
-
-def _set_theme(app: Monitor, theme: str) -> str:
-    """Choose a theme once the app runs; return the problem, or ""."""
-    if theme not in (*app.available_themes, COLOR_BLIND):
-        return f"--theme {theme}: choose one of {', '.join(sorted(app.available_themes))}"
-    app.call_later(setattr, app, "theme", theme)
-    return ""
+        raise SystemExit(_refuse(f"{file}: cannot be read: {error.strerror}")) from None
+    return replace(chosen, theme=theme or chosen.theme)
 
 
 def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:

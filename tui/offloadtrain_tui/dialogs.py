@@ -17,33 +17,6 @@ from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.text import clean
 
 
-class Confirm(ModalScreen[str]):
-    """A question; the result is the chosen button's name, "" for none."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "cancel")]
-
-    def __init__(self, question: str, choices: dict[str, str]) -> None:
-        """`choices`: answer → button text; the first one is the least harmful."""
-        super().__init__()
-        self._question = question
-        self._choices = choices
-
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Static(self._question, markup=False)
-            with Horizontal():
-                for answer, text in self._choices.items():
-                    danger = answer in ("stop", "abort")
-                    yield Button(text, id=answer, variant="error" if danger else "primary")
-                yield Button("cancel", id="cancel")
-
-    def on_mount(self) -> None:
-        self.query_one("#cancel", Button).focus()
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss("" if event.button.id == "cancel" else event.button.id or "")
-
-
 class Ask(ModalScreen[str]):
     """An input of one line; the result is "" for none."""
 
@@ -61,6 +34,29 @@ class Ask(ModalScreen[str]):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.dismiss(event.value)
+
+
+class Confirm(Ask):
+    """A question; the result is the chosen button's name, "" for none."""
+
+    AUTO_FOCUS = "#cancel"
+
+    def __init__(self, question: str, choices: dict[str, str]) -> None:
+        """`choices`: answer → button text; the first one is the least harmful."""
+        super().__init__(question)
+        self._choices = choices
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(self._question, markup=False)
+            with Horizontal():
+                for answer, text in self._choices.items():
+                    danger = answer in ("stop", "abort")
+                    yield Button(text, id=answer, variant="error" if danger else "primary")
+                yield Button("cancel", id="cancel")
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss("" if event.button.id == "cancel" else event.button.id or "")
 
 
 class Page(ModalScreen[None]):

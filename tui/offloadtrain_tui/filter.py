@@ -16,7 +16,7 @@ _ASCII = str.maketrans(
         **dict.fromkeys("█▉▊▋▌", "#"),
         **dict.fromkeys("▍▎▏", "|"),
         **dict.fromkeys("▁▂▃▄▅▆▇", "_"),
-        **dict(zip("▓▒░▚▞▤·", "=+-%&$.", strict=True)),
+        **dict(zip("▓▒▚▞·", "%+&$.", strict=True)),
         **dict(zip("│┃─━╭╮╰╯", "||--++++", strict=True)),
         **dict(zip("●◐○✔■✖▾▸✗▲▼⚠◀▶", "*o.+#xv>x^v!<>", strict=True)),
         **dict(zip("→↓↑…°", ">v^~o", strict=True)),

@@ -90,6 +90,13 @@ _SHORT = {
 _REQUESTS = ("checkpoint", "stop")
 
 
+def _place(binding: Binding) -> int:
+    """Return the place of a key in the footer: screens, help, those of a screen, of the run."""
+    if binding.action.startswith("panel("):
+        return 0
+    return {"help": 1, "quit": 3, "checkpoint": 3, "stop": 3}.get(binding.action, 2)
+
+
 def footer(bindings: Iterable[tuple[str, Binding]], width: int, *, can_ask: bool) -> Text:
     """Return the last line: all screens, then as many other keys as fit whole. A click presses one.
 
@@ -97,18 +104,15 @@ def footer(bindings: Iterable[tuple[str, Binding]], width: int, *, can_ask: bool
         bindings: what a key is called, and the binding.
         can_ask: the run answers requests.
     """
-    shown = [(key, binding) for key, binding in bindings if binding.show]
-    panels = [(key, binding) for key, binding in shown if binding.action.startswith("panel(")]
-    order = ("help", "quit", "stop", "checkpoint")
-    rest = [
+    shown = [
         (key, binding)
-        for key, binding in shown
-        if (key, binding) not in panels and (can_ask or binding.description not in _REQUESTS)
+        for key, binding in bindings
+        if binding.show and (can_ask or binding.action not in _REQUESTS)
     ]
-    rest.sort(key=lambda item: (item[1].description in order[1:], item[1].description != "help"))
-    full = " ".join(f"{key} {binding.description}" for key, binding in panels) + " ? help"
+    shown.sort(key=lambda item: _place(item[1]))
+    full = " ".join(f"{key} {bound.description}" for key, bound in shown if _place(bound) < 2)
     text = Text(no_wrap=True)
-    for key, binding in (*panels, *rest):
+    for key, binding in shown:
         name = binding.description if len(full) <= width else _SHORT.get(binding.description, "")
         label = f"{key} {name or binding.description}"
         if len(text) + len(label) + bool(text) <= width:
@@ -132,10 +136,10 @@ _KEYS = (
     ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
     ("e", "write a chart's numbers into a file (CSV), or copy them"),
     ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
-    ("r  o", "next run;  on 9: draw the chosen run beside this one"),
+    ("r  o", "next run;  on 9: overlay the curves of the chosen run"),
     ("/  Enter  j", "events: filter, show the record, go to its step"),
     ("c  S", "ask the run for a checkpoint; to stop, or to abort"),
-    ("n  a", "write a note into the log; the newest alert is seen"),
+    ("n  a", "write a note into the log; acknowledge the newest alert"),
     ("b", "a bell at an alert and at the end: on or off"),
     ("Ctrl+S  Ctrl+P", "save a picture; find every action by its name"),
     ("?  Esc", "open and close this page;  q leaves the monitor, the run goes on"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
-from offloadtrain_tui.reading.timed import Live
+from offloadtrain_tui.reading.columns import Live
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import milliseconds
 from offloadtrain_tui.view_state import ViewState
@@ -40,27 +40,16 @@ def word(owner: str) -> str:
 # ---- the table
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One owner in one tier; `planned` is None without a plan."""
-
-    tier: str
-    owner: str
-    nbytes: int
-    peak: int
-    planned: int | None
-
-
-def rows(view: View) -> list[Row]:
-    """Return owners by tier, the largest first, including planned ones without memory yet."""
+def rows(view: View) -> list[tuple[schema.MemoryRow, int | None]]:
+    """Return owners by tier with their planned bytes, the largest first, including planned ones
+    without memory yet; None: without a plan."""
     plan = planned(view)
-    owner_rows = [
-        Row(row.tier, row.owner, row.num_bytes, row.peak_bytes, plan.get((row.tier, row.owner)))
-        for row in _owners(view)
-    ]
-    there = {(row.tier, row.owner) for row in owner_rows}
-    owner_rows += [Row(*key, 0, 0, size) for key, size in plan.items() if key not in there]
-    return sorted(owner_rows, key=lambda row: (row.tier, -row.nbytes, row.owner))
+    known = {(row.tier, row.owner): row for row in _owners(view)}
+    for tier, owner in plan:
+        none_yet = schema.MemoryRow(owner=owner, tier=tier, num_bytes=0, peak_bytes=0)
+        known.setdefault((tier, owner), none_yet)
+    ordered = sorted(known.values(), key=lambda row: (row.tier, -row.num_bytes, row.owner))
+    return [(row, plan.get((row.tier, row.owner))) for row in ordered]
 
 
 def planned(view: View) -> dict[tuple[str, str], int]:
@@ -280,7 +269,7 @@ def rounded(value: float | None, unit: str) -> str:
 
 
 def _load(gpu: schema.GpuSample) -> str:
-    known = (gpu.utilization_percent, " % busy"), (gpu.temperature_c, " °C"), (gpu.power_w, " W")
+    known = (gpu.utilization_percent, "% busy"), (gpu.temperature_c, " °C"), (gpu.power_w, " W")
     figures = (f"{value:.0f}{unit}" for value, unit in known if value is not None)
     return "  ".join(filter(None, (*figures, gpu.throttle, gpu.name)))
 
@@ -359,7 +348,7 @@ def _bands(parts: Sequence[Part], names: Sequence[str]) -> tuple[int, ...]:
 
 def within_step(view: View, start_ms: float, end_ms: float) -> Area:
     """Return memory between two times of the newest sampled step, above the least of it."""
-    curve = view.curve
+    curve = view.newest(schema.StepMemory)
     if curve is None or not curve.kib or len(curve.kib) != len(curve.at_ms) or end_ms <= start_ms:
         return Area("memory within the step: no samples")
     sizes = [1024 * kib for kib in curve.kib]

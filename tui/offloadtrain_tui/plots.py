@@ -5,49 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from offloadtrain.config import units
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, lane_word, milliseconds, short
+from offloadtrain_tui.text import clean, lane_word, milliseconds
 from offloadtrain_tui.view_state import ViewState, marks
-from offloadtrain_tui.widgets.chart import Curve, Plot
+from offloadtrain_tui.widgets.chart import Curve, Kind, Plot
 from offloadtrain_tui.widgets.drawn import RUN_COLORS
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A chart of one or more series of the steps.
-
-    Attributes:
-        fields: (series, label or lane, color, mirrored) for each curve.
-        log: True if `y` makes its axis logarithmic.
-        smoothed: the first curve gets a moving average over it.
-        least_range, from_zero: as those of a `Plot`.
-    """
-
-    title: str
-    fields: tuple[tuple[str, str, str, bool], ...]
-    unit: str = ""
-    log: bool = False
-    smoothed: bool = False
-    form: Callable[[float | None], str] = short
-    least_range: float = 0.0
-    from_zero: bool = False
-
 
 STEADY = 0.2
 """Least range of the axis, as a share of the value: noise of one percent looks flat."""
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.3g}%"
-
-
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else units.format_bytes(value)
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g}%"
 
 
 def single_curve(field: str, color: str = "primary") -> tuple[tuple[str, str, str, bool], ...]:
@@ -71,12 +43,12 @@ KINDS: dict[str, Kind] = {
     "mfu": Kind("MFU", single_curve("mfu", "success"), form=_percent, least_range=STEADY),
     "step_ms": Kind("step time", single_curve("step_ms"), form=milliseconds, least_range=STEADY),
     "phases": Kind(
-        "forward, backward, optimizer",
+        "",
         (
-            ("forward_ms", "f", "success", False),
-            ("backward_ms", "b", "primary", False),
-            ("optimizer_ms", "o", "warning", False),
-            ("data_ms", "data", "secondary", False),
+            ("forward_ms", "forward", "success", False),
+            ("backward_ms", "backward", "primary", False),
+            ("optimizer_ms", "optimizer", "warning", False),
+            ("data_ms", "data", "foreground", False),
         ),
         form=milliseconds,
         from_zero=True,
@@ -85,16 +57,16 @@ KINDS: dict[str, Kind] = {
         "bandwidth",
         (("h2d_gbps", "h2d", "primary", False), ("d2h_gbps", "d2h", "warning", True)),
         unit=" GB/s",
-        form=lambda value: "-" if value is None else f"{value:.3g}",
+        form=lambda value: f"{value:.3g}",
     ),
     "bytes": Kind(
         "moved",
         (("h2d_bytes", "h2d", "primary", False), ("d2h_bytes", "d2h", "warning", True)),
-        form=_bytes,
+        form=units.format_bytes,
     ),
     "host_ms": Kind(
-        "CPU Adam and norms",
-        single_curve("host_ms", "accent"),
+        "",
+        (("host_ms", "host", "foreground", False),),
         form=milliseconds,
         least_range=STEADY,
     ),
@@ -124,17 +96,13 @@ def plot(name: str, shown: ViewState) -> Plot:
     curves += _of_others(kind, shown)
     steps, window = view.history.steps.values, shown.window
     return Plot(
-        title=kind.title,
-        curves=tuple(curves),
+        kind,
+        tuple(curves),
         window=window,
         marks=tuple(marks(view, window)),
         cursor=shown.cursor,
         log=shown.log and kind.log,
-        unit=kind.unit,
         axis=(f"step {steps[window.lo]}", f"{steps[window.hi - 1]}") if view.length else ("", ""),
-        form=kind.form,
-        least_range=kind.least_range,
-        from_zero=kind.from_zero,
     )
 
 

@@ -150,53 +150,62 @@ def before_first_step(shown: ViewState) -> str:
     return f"first step: {spent}{usual}{resumed}{before}"
 
 
+Parts = list[str | tuple[str, str]]
+"""Texts and their styles, of a line."""
+
+
 def when(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     """Return the screen's position in time (live, at a step, in a replay), how a run has ended, the
-    overlaid runs, and active alerts, the newest first."""
-    text = Text(overflow="ellipsis")
+    overlaid runs, and active alerts, the newest first: a line each."""
     ending = shown.snapshot.ending if shown.is_newest else None
-    if shown.at_s is not None:
-        first_s, last_s = shown.newest.history.first_time_s, shown.newest.history.last_time_s
-        position = units.format_duration(max(shown.at_s - first_s, 0.0))
-        length = units.format_duration(last_s - first_s)
-        text.append(" REPLAY ", "reverse")
-        text.append(f" {position} of {length} of a run that is {shown.snapshot.state}", "dim")
-        text.append("; Space: pause, End: its end", "dim")
-    elif not shown.is_live:
-        text.append(" ◀ step ", "reverse")
-        text.append(f"{shown.view.step} ", "reverse")
-        if (moment := shown.view.step_time_s) is not None:
-            ago = max((shown.newest.step_time_s or moment) - moment, 0.0)
-            newest = "live" if shown.snapshot.state in runs.ALIVE else "its end"
-            text.append(f" {units.format_duration(ago)} before the newest; End: {newest}", "dim")
-    elif silent := _silence(shown):
-        text.append(f" {silent}", "bold")
-    elif (end := shown.view.end) is not None and end.status == "failed" and end.message:
-        text.append(f" ✖ {clean(end.message, 2 * width - 8)}", f"bold {colors.get('failed', '')}")
+    saved: Parts = []
     if ending is not None and ending.saved:
-        text.append(f"{chr(10) if text else ''} {ending.saved}", "bold")
-        text.append(f"; {ending.next}" if ending.next else "")
+        saved = [(f" {ending.saved}", "bold"), f"; {ending.next}" if ending.next else ""]
+    overlaid: Parts = [(" overlaid:", "dim")] if shown.other_runs else []
     for number, other in enumerate(shown.other_runs):
-        text.append(" " if number else f"{chr(10) if text else ''} overlaid: ", "dim")
         color = colors.get(RUN_COLORS[number % len(RUN_COLORS)], "")
-        name = f"━━ {clean(other.name)}"
-        text.append(name, f"bold {color}").append(f" loss {newest_loss(other.first)} ")
+        overlaid += [
+            (f" ━━ {clean(other.name)}", f"bold {color}"),
+            f" loss {newest_loss(other.first)}",
+        ]
+    lines = (_position(shown, colors, width), saved, overlaid, _alerts(shown, colors, ending))
+    return Text("\n", overflow="ellipsis").join(Text.assemble(*parts) for parts in lines if parts)
+
+
+def _position(shown: ViewState, colors: ColorOf, width: int) -> Parts:
+    """Return the position in time, or why a run that is not over, or has failed, does not go on."""
+    view, state = shown.view, shown.snapshot.state
+    if shown.at_s is not None:
+        history = shown.newest.history
+        position = units.format_duration(max(shown.at_s - history.first_time_s, 0.0))
+        length = units.format_duration(history.last_time_s - history.first_time_s)
+        text = f" {position} of {length} of a run that is {state}; Space: pause, End: its end"
+        return [(" REPLAY ", "reverse"), (text, "dim")]
+    if not shown.is_live:
+        newest_s, moment = shown.newest.step_time_s or 0.0, view.step_time_s or 0.0
+        ago = units.format_duration(max(newest_s - moment, 0.0))
+        text = f" {ago} before the newest; End: {'live' if state in runs.ALIVE else 'its end'}"
+        return [(f" ◀ step {view.step} ", "reverse"), (text, "dim")]
+    if silent := _silence(shown):
+        return [(f" {silent}", "bold")]
+    if (end := view.end) is not None and end.status == "failed" and end.message:
+        return [(f" ✖ {clean(end.message, 2 * width - 8)}", f"bold {colors.get('failed', '')}")]
+    return []
+
+
+def _alerts(shown: ViewState, colors: ColorOf, ending: runs.Ending | None) -> Parts:
     alerts = shown.view.active_alerts()
-    if alerts and ending:
-        text.append(f"{chr(10) if text else ''} alerts at its end:", "dim")
+    parts: Parts = [(" alerts at its end:", "dim")] if alerts and ending else []
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         color = colors.get("failed" if alert.level == "error" else "slow", "")
-        text.append(f" ⚠ {clean(alert.code)}: {clean(alert.message, 200)} ", f"bold {color}")
-    if alerts:
-        more = len(alerts) - SHOWN_ALERTS
-        seen = "" if ending else " a:seen"
-        text.append(f" +{more} (7) {seen}" if more > 0 else seen, "dim")
-    return text
+        parts.append((f" ⚠ {clean(alert.code)}: {clean(alert.message, 200)} ", f"bold {color}"))
+    more = f" +{len(alerts) - SHOWN_ALERTS} (7)" if len(alerts) > SHOWN_ALERTS else ""
+    return [*parts, (more + ("" if ending else " a: acknowledge"), "dim")] if alerts else []
 
 
 def trend(view: View) -> str:
     """Return an arrow: the mean of the last losses against as many before; level within noise."""
-    values = view.history.series["loss"].values[max(view.length - 2 * TREND_STEPS, 0) : view.length]
+    values = view.newest_values("loss", 2 * TREND_STEPS)
     before, after = values[:TREND_STEPS], values[TREND_STEPS:]
     if len(after) < TREND_STEPS or not all(map(math.isfinite, values)):
         return ""

@@ -6,6 +6,7 @@ import math
 from datetime import datetime
 
 from offloadtrain.boundary.sanitize import one_line
+from offloadtrain.config import units
 from offloadtrain.events import schema
 
 
@@ -33,20 +34,14 @@ def short(value: float | None) -> str:
     if size >= 1e15 or 0 < size < 1e-3:
         digits, _, exponent = f"{value:.2e}".partition("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
-    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if size >= factor:
-            scale = 1e3 if unit == "k" else factor
-            return (
-                f"{value / scale:.3g}{unit}" if size < 1e3 * scale else f"{value / scale:.0f}{unit}"
-            )
-    return f"{value:.4g}"
+    return units.format_count(value) if size >= 1e4 else f"{value:.4g}"
 
 
 def milliseconds(value: float | None) -> str:
-    """12.3 → "12.3 ms", 2310 → "2.31 s"."""
+    """12.3 → "12.3 ms", 2310 → "2.31 s"; "-" if there is none."""
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value / 1e3:.3g} s" if abs(value) >= 1e3 else f"{value:.3g} ms"
+    return units.format_seconds(value / 1e3)
 
 
 _LANES = {

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import psutil
 
-from offloadtrain.events.schema import GpuProcess, GpuSample, System
+from offloadtrain.events.schema import GpuProcess, System
 from offloadtrain.hardware.nvml import Nvml
 
 SAMPLE_S = 1.0
@@ -49,20 +49,19 @@ class MachineSampler:
 
 def sample(nvml: Nvml) -> System:
     """Sample the machine, without figures of a process."""
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    memory = psutil.virtual_memory()
     return System(
         cpu_percent=psutil.cpu_percent(),
         rss_bytes=0,
-        host_available_bytes=int(memory.available),
-        host_total_bytes=int(memory.total),
-        swap_used_bytes=int(swap.used),
-        gpus=tuple(_named(gpu) for gpu in nvml.sample(processes=True)),
+        host_available_bytes=memory.available,
+        host_total_bytes=memory.total,
+        swap_used_bytes=psutil.swap_memory().used,
+        gpus=tuple(
+            replace(gpu, processes=tuple(map(_with_owner, gpu.processes)))
+            for gpu in nvml.sample(processes=True)
+        ),
         gpu_state=nvml.state,
     )
-
-
-def _named(gpu: GpuSample) -> GpuSample:
-    return replace(gpu, processes=tuple(map(_with_owner, gpu.processes)))
 
 
 def _with_owner(process: GpuProcess) -> GpuProcess:

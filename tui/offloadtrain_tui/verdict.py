@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from array import array
 from typing import Any
 
@@ -68,9 +69,7 @@ def waited_for(view: View) -> dict[str, float]:
 def is_calm(view: View) -> bool:
     """Return whether compute hardly waits, and the gradient norm stays within ten times its
     median."""
-    norms = view.history.series["grad_norm"].values[
-        max(view.length - RECENT_STEPS, 0) : view.length
-    ]
+    norms = view.newest_values("grad_norm", RECENT_STEPS)
     known = sorted(norm for norm in norms if norm == norm)
     waits = sum(share for lane, share in shares(view).items() if lane not in ("compute", "data"))
     is_level = not known or known[-1] <= _LEVEL * known[len(known) // 2]
@@ -79,9 +78,8 @@ def is_calm(view: View) -> bool:
 
 def right_guesses(view: View) -> float | None:
     """Return the share of recent speculative updates that were right; None without any."""
-    values = view.history.series["speculation_hit"].values
-    known = [x for x in values[max(view.length - RECENT_STEPS, 0) : view.length] if x == x]
-    return sum(known) / len(known) if known else None
+    known = [x for x in view.newest_values("speculation_hit", RECENT_STEPS) if x == x]
+    return statistics.fmean(known) if known else None
 
 
 def against_plan(view: View) -> str:

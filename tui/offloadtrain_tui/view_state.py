@@ -9,8 +9,8 @@ from typing import Any
 
 from offloadtrain.events import schema
 from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.columns import Window
 from offloadtrain_tui.reading.log_reader import Snapshot
-from offloadtrain_tui.reading.series import Window
 from offloadtrain_tui.reading.view import View
 
 MOST_MARKS, MOST_GOOD_MARKS = 100, 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,16 +35,15 @@ class EventsPanel(Panel):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter"),
-        Binding("j", "jump", "go to its step"),
+        Binding("j", "choose(True)", "go to its step"),
         Binding("escape", "leave", show=False),
     ]
+
+    _moments: Sequence[Moment] = ()
 
     def compose(self) -> ComposeResult:
         yield Input(placeholder="filter: words, kinds or levels", id="events-filter")
         yield DataTable(id="events-rows", cursor_type="row", zebra_stripes=True)
-
-    def on_mount(self) -> None:
-        self._moments: list[Moment] = []
 
     def display_state(self, shown: ViewState) -> None:
         words = self.query_one(Input).value.lower().split()
@@ -60,22 +60,17 @@ class EventsPanel(Panel):
     def action_leave(self) -> None:
         self.query_one(DataTable).focus()
 
-    def action_jump(self) -> None:
-        self._choose(self.query_one(DataTable).cursor_row, jump=True)
-
-    def on_input_changed(self, event: Input.Changed) -> None:
-        event.stop()
+    def on_input_changed(self) -> None:
         self.show_again()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        self.query_one(DataTable).focus()
+    def on_input_submitted(self) -> None:
+        self.action_leave()
 
-    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        event.stop()
-        self._choose(event.cursor_row, jump=False)
+    def on_data_table_row_selected(self) -> None:
+        self.action_choose(False)
 
-    def _choose(self, row: int, *, jump: bool) -> None:
+    def action_choose(self, jump: bool) -> None:
+        row = self.query_one(DataTable).cursor_row
         if 0 <= row < len(self._moments):
             self.post_message(self.Chosen(self._moments[row], jump=jump))
 

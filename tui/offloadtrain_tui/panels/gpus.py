@@ -10,12 +10,12 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import RankPanel
-from offloadtrain_tui.plots import Kind, single_curve
-from offloadtrain_tui.reading.series import Window
+from offloadtrain_tui.plots import STEADY, single_curve
+from offloadtrain_tui.reading.columns import Window
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ZOOMS, ViewState
-from offloadtrain_tui.widgets.chart import Chart, Curve, Plot
+from offloadtrain_tui.widgets.chart import Chart, Curve, Kind, Plot
 from offloadtrain_tui.widgets.table import fill, tell
 
 COLUMNS = ("GPU", "name", "busy", "power", "heat", "clock", "memory", "link")
@@ -23,15 +23,17 @@ _LEAST_WINDOW = 16
 NARROW = 100
 
 
-def _gigabytes(value: float | None) -> str:
-    return "-" if value is None else short(value * 1e-9)
-
-
 KINDS = {
-    "busy": Kind("busy", single_curve("utilization_percent", "success"), "%", from_zero=True),
-    "power": Kind("power", single_curve("power_w", "warning"), " W"),
-    "heat": Kind("temperature", single_curve("temperature_c", "error"), " °C"),
-    "clock": Kind("clock", single_curve("clock_mhz", "secondary"), " MHz"),
+    "busy": Kind(
+        "busy",
+        single_curve("utilization_percent", "success"),
+        "%",
+        from_zero=True,
+        least_range=STEADY,
+    ),
+    "power": Kind("power", single_curve("power_w", "warning"), " W", least_range=STEADY),
+    "heat": Kind("temperature", single_curve("temperature_c", "error"), " °C", least_range=STEADY),
+    "clock": Kind("clock", single_curve("clock_mhz", "secondary"), " MHz", least_range=STEADY),
     "pcie": Kind(
         "PCIe",
         (
@@ -39,7 +41,8 @@ KINDS = {
             ("pcie_tx_bytes_per_s", "out", "warning", True),
         ),
         " GB/s",
-        form=_gigabytes,
+        form=lambda value: short(value * 1e-9),
+        least_range=STEADY,
     ),
     "nvlink": Kind(
         "NVLink",
@@ -48,11 +51,10 @@ KINDS = {
             ("nvlink_tx_bytes_per_s", "out", "warning", True),
         ),
         " GB/s",
-        form=_gigabytes,
+        form=lambda value: short(value * 1e-9),
+        least_range=STEADY,
     ),
 }
-_LEAST_RANGE = 0.2
-"""Least range of an axis, as a share of the value."""
 _ALWAYS = ("busy", "power", "heat", "pcie")
 
 
@@ -66,7 +68,7 @@ class Gpus(RankPanel):
         yield DataTable(id="gpus-rows", cursor_type="none", zebra_stripes=True)
         with Grid(id="gpus-charts"):
             for name, kind in KINDS.items():
-                yield Chart(Plot(kind.title), id=f"gpus-{name}", pickable=False)
+                yield Chart(Plot(kind), id=f"gpus-{name}", pickable=False)
 
     def display_state(self, shown: ViewState) -> None:
         gpus, view = memory.shown_gpus(shown), self.view_of_rank(shown)
@@ -98,14 +100,10 @@ def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
     )
     spent_s = history.times[length - 1] - history.times[window.lo] if length else 0.0
     return Plot(
-        title=kind.title,
-        curves=curves,
-        window=window,
-        unit=kind.unit,
+        kind,
+        curves,
+        window,
         axis=(f"{units.format_duration(spent_s)} before" if spent_s else "", "last sample"),
-        form=kind.form,
-        least_range=_LEAST_RANGE,
-        from_zero=kind.from_zero,
     )
 
 
@@ -128,7 +126,7 @@ def _row(gpu: schema.GpuSample) -> tuple[str, ...]:
     return (
         str(gpu.index),
         clean(gpu.name, 24),
-        memory.rounded(gpu.utilization_percent, " %"),
+        memory.rounded(gpu.utilization_percent, "%"),
         memory.rounded(gpu.power_w, " W"),
         memory.rounded(gpu.temperature_c, " °C"),
         memory.rounded(gpu.clock_mhz, f"{most} MHz"),

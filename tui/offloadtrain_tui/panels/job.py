@@ -24,8 +24,6 @@ _SIZES = ("memory.", "activations.")
 class JobPanel(Panel):
     """The facts of the run's start."""
 
-    _shown_jobs: tuple[object, ...] | None = None
-
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="job-scroll"):
             yield Static(id="job-top")
@@ -35,15 +33,12 @@ class JobPanel(Panel):
 
     def display_state(self, shown: ViewState) -> None:
         start = shown.view.start
-        other_jobs = [(other.name, other.first.start) for other in shown.other_runs]
-        jobs = (start, *other_jobs)
-        if jobs != self._shown_jobs:
-            self._shown_jobs = jobs
-            apart = [_apart(start, *other) for other in other_jobs] if start else []
-            title, *columns = _about(start)
-            texts = Text("\n").join([*apart, title]), *columns
-            for name, text in zip(("top", "left", "right"), texts, strict=True):
-                tell(self.query_one(f"#job-{name}", Static), text)
+        others = [(other.name, other.first.start) for other in shown.other_runs]
+        apart = [_apart(start, *other) for other in others] if start else []
+        title, *columns = _about(start)
+        texts = Text("\n").join([*apart, title]), *columns
+        for name, text in zip(("top", "left", "right"), texts, strict=True):
+            tell(self.query_one(f"#job-{name}", Static), text)
 
 
 def differences(

@@ -39,7 +39,7 @@ class MemoryPanel(RankPanel):
         self.query_one(MemoryBars).show(tiers)
         on_device = "CPU" if shown.view.on_cpu else "GPU"
         view = self.view_of_rank(shown)
-        rows = [_cells(row, on_device) for row in memory.rows(view)]
+        rows = [_cells(*row, on_device) for row in memory.rows(view)]
         owner = f"owner on rank {view.history.rank} (v)" if len(shown.views) > 1 else "owner"
         fill(self.query_one("#memory-rows", DataTable), ("where", owner, *COLUMNS), rows)
         on_gpu = self.query_one("#memory-gpu", AreaChart)
@@ -78,9 +78,12 @@ def _process(gpu: schema.GpuSample, process: schema.GpuProcess) -> tuple[str, ..
     return str(gpu.index), str(process.pid), user, size, command
 
 
-def _cells(row: memory.Row, on_device: str) -> tuple[str, ...]:
-    planned = "-" if row.planned is None else units.format_bytes(row.planned)
-    share = f"{row.peak / row.planned:.2f}" if row.planned else "-"
-    now, peak = units.format_bytes(row.nbytes), units.format_bytes(row.peak)
-    where = on_device if row.tier == "device" else row.tier
-    return where, clean(memory.word(row.owner)), now, peak, planned, share
+def _cells(row: schema.MemoryRow, planned: int | None, on_device: str) -> tuple[str, ...]:
+    return (
+        on_device if row.tier == "device" else row.tier,
+        clean(memory.word(row.owner)),
+        units.format_bytes(row.num_bytes),
+        units.format_bytes(row.peak_bytes),
+        "-" if planned is None else units.format_bytes(planned),
+        f"{row.peak_bytes / planned:.2f}" if planned else "-",
+    )

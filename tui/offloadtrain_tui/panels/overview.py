@@ -28,7 +28,7 @@ class Overview(Panel):
         yield Timeline(Lanes(0), id="overview-lanes")
         with Grid(id="overview-charts"):
             for name in CHARTS:
-                yield Chart(Plot(KINDS[name].title), id=f"overview-{name}")
+                yield Chart(Plot(KINDS[name]), id=f"overview-{name}")
             for name in AREAS:
                 yield AreaChart(Area(""), id=f"overview-area-{name}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Grid
+from textual.containers import VerticalScroll
 
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
@@ -18,12 +18,12 @@ _ALWAYS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phases", "expo
 
 
 class PlotsPanel(Panel):
-    """A grid of charts; empty ones are hidden."""
+    """A grid of charts; empty ones are hidden. On a low terminal it scrolls."""
 
     def compose(self) -> ComposeResult:
-        with Grid(id="plots-charts"):
+        with VerticalScroll(id="plots-charts"):
             for name in CHARTS:
-                yield Chart(Plot(KINDS[name].title), id=f"plots-{name}")
+                yield Chart(Plot(KINDS[name]), id=f"plots-{name}")
 
     def display_state(self, shown: ViewState) -> None:
         for name in CHARTS:

@@ -13,14 +13,14 @@ from textual.widgets import DataTable, Static
 from offloadtrain.config import units
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds, percent, short
+from offloadtrain_tui.text import clean, lane_word, milliseconds, percent, short
 from offloadtrain_tui.verdict import RECENT_STEPS
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import fill, tell
 
 _UNEVEN = 0.01
 """Of its own time, from which the slowest rank is named."""
-RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits", "Adam", "memory", "loss")
+RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits")
 
 
 class Ranks(Panel):
@@ -32,7 +32,10 @@ class Ranks(Panel):
 
     def display_state(self, shown: ViewState) -> None:
         views = shown.views
-        tell(self.query_one("#ranks-text", Static), slow_stage(views) or skew(views))
+        text = slow_stage(views) or skew(views)
+        if len(views) > 1:
+            text += "\n own: the step without waiting for other ranks; skew: own against the median"
+        tell(self.query_one("#ranks-text", Static), text)
         fill(self.query_one(DataTable), *rank_table(views))
 
 
@@ -40,7 +43,7 @@ def rank_table(views: Sequence[View]) -> tuple[tuple[str, ...], list[tuple[str, 
     """Return columns, and a row per rank. Divisions of the ranks add columns: with a pipeline stage
     and bubble, with hybrid sharding the group that shares the state, with tensor parallelism the
     part of every matrix, with expert parallelism the experts."""
-    heads: tuple[str, ...] = RANKS
+    heads: tuple[str, ...] = (*RANKS, lane_word("host", views[0].start), "memory", "loss")
     rows = rank_rows(views)
     for names, cells_of in _COLUMNS:
         added = [cells_of(view) for view in views]
@@ -109,7 +112,7 @@ def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for view in views:
         own_ms = view.median_own_ms()
-        apart = f"{100 * (own_ms / middle - 1):+.1f} %" if own_ms and middle else "-"
+        apart = f"{100 * (own_ms / middle - 1):+.1f}%" if own_ms and middle else "-"
         lag = newest - view.step
         tiers = ("device", "host") if view.on_cpu else ("device",)
         used_bytes = sum(row.num_bytes for row in view.memory if row.tier in tiers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -29,15 +30,14 @@ class RunsPanel(Panel):
         folder: Path
         overlay: bool
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "overlay", "draw beside")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "choose(True)", "overlay")]
+
+    _rows: Sequence[RunRow] = ()
+    _runs_dir = Path()
 
     def compose(self) -> ComposeResult:
         yield Static(id="runs-text", markup=False)
         yield DataTable(id="runs-rows", cursor_type="row", zebra_stripes=True)
-
-    def on_mount(self) -> None:
-        self._rows: list[RunRow] = []
-        self._runs_dir = Path()
 
     def list_runs(self, rows: list[RunRow], runs_dir: Path) -> None:
         """Display the listed runs at once; `runs_dir`: where they were searched."""
@@ -64,14 +64,11 @@ class RunsPanel(Panel):
         facts = (where, *((ending.saved, ending.next) if ending else ()))
         tell(self.query_one("#runs-text", Static), "\n".join(f" {line}" for line in facts if line))
 
-    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        event.stop()
-        self._choose(event.cursor_row, overlay=False)
+    def on_data_table_row_selected(self) -> None:
+        self.action_choose(False)
 
-    def action_overlay(self) -> None:
-        self._choose(self.query_one(DataTable).cursor_row, overlay=True)
-
-    def _choose(self, row: int, *, overlay: bool) -> None:
+    def action_choose(self, overlay: bool) -> None:
+        row = self.query_one(DataTable).cursor_row
         if 0 <= row < len(self._rows):
             self.post_message(self.Chosen(self._rows[row].folder, overlay=overlay))
 

@@ -38,7 +38,7 @@ class TimelinePanel(Panel):
         widget = self.query_one(Timeline)
         self._view = view = shown.view
         step = view.spans[0].step if view.spans else 0
-        self._draw(replace(widget.lanes, step=step, spans=view.spans, start=view.start))
+        self._draw(replace(widget.content, step=step, spans=view.spans, start=view.start))
 
     def _draw(self, lanes: Lanes) -> None:
         """Draw the lanes, and the memory of the same interval below them."""
@@ -48,12 +48,12 @@ class TimelinePanel(Panel):
 
     def action_stretch(self, factor: float) -> None:
         widget = self.query_one(Timeline)
-        zoom = min(max(widget.lanes.zoom * factor, 1.0), _FURTHEST)
-        self._draw(replace(widget.lanes, zoom=zoom))
+        zoom = min(max(widget.content.zoom * factor, 1.0), _FURTHEST)
+        self._draw(replace(widget.content, zoom=zoom))
 
     def action_shift(self, direction: int) -> None:
         widget = self.query_one(Timeline)
-        if widget.lanes.zoom > 1:
-            step = direction * 0.25 / (widget.lanes.zoom - 1)
-            offset = min(max(widget.lanes.offset + step, 0.0), 1.0)
-            self._draw(replace(widget.lanes, offset=offset))
+        if widget.content.zoom > 1:
+            step = direction * 0.25 / (widget.content.zoom - 1)
+            offset = min(max(widget.content.offset + step, 0.0), 1.0)
+            self._draw(replace(widget.content, offset=offset))

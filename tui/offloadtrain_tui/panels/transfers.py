@@ -27,7 +27,7 @@ class Transfers(Panel):
         yield Static(id="transfers-text")
         with Grid(id="transfers-charts"):
             for name in CHARTS:
-                yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
+                yield Chart(Plot(KINDS[name]), id=f"transfers-{name}")
 
     def display_state(self, shown: ViewState) -> None:
         tell(self.query_one("#transfers-text", Static), _summary(shown))
@@ -43,7 +43,7 @@ def _summary(shown: ViewState) -> Text:
         busy_ms = view.busy_ms(lane)
         if lane not in MAIN_LANES and not busy_ms:
             continue
-        share = f"{100 * busy_ms / step_ms:3.0f} % of step" if step_ms else ""
+        share = f"{100 * busy_ms / step_ms:3.0f}% of step" if step_ms else ""
         name = lane_word(lane, view.start)
         text.append(f" {name:<9} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
     exposed = view.last("exposed_ms") or 0.0
@@ -75,7 +75,7 @@ def _moved(lane: str, view: View) -> str:
         return units.format_bytes(nbytes)
     gbps = nbytes / busy_ms / 1e6
     most = calibrated(view).get(lane)
-    share = f", {100 * gbps / most:.0f} % of calibrated" if most else ""
+    share = f", {100 * gbps / most:.0f}% of calibrated" if most else ""
     return f"{units.format_bytes(nbytes)} at {gbps:.3g} GB/s{share}"
 
 

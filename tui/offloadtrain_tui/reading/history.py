@@ -23,8 +23,16 @@ from offloadtrain.events import log_lines, schema
 from offloadtrain.events.log_lines import Record
 from offloadtrain.events.schema import Json
 from offloadtrain_tui.moments import Moment, moment_of
-from offloadtrain_tui.reading.series import Measured, Series, Smoothed
-from offloadtrain_tui.reading.timed import LiveMemory, Timed, TimedLines, Timelines, Times
+from offloadtrain_tui.reading.columns import (
+    LiveMemory,
+    Measured,
+    Series,
+    Smoothed,
+    Timed,
+    TimedLines,
+    Timelines,
+    Times,
+)
 from offloadtrain_tui.text import clean
 
 _BULK = ("step", "system", "live_memory")
@@ -75,10 +83,59 @@ def _parsed(line: bytes) -> Any:
         return orjson.loads(_SURROGATE.sub(rb"\\ufffd", line))
 
 
-class StepColumns:
-    """The steps of a log, a column for each quantity."""
+def number_of(value: Any) -> float | None:
+    """Convert parsed JSON, in which non-finite numbers are strings."""
+    if type(value) is float or type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def _floats(values: Sequence[Any]) -> array[float]:
+    """Convert values to numbers, NaN for missing ones."""
+    packed = array("d")
+    with suppress(struct.error, OverflowError):  # some are missing, or no numbers
+        packed.frombytes(struct.pack(f"{len(values)}d", *values))  # a third of array()'s time
+        return packed
+    if values.count(None) == len(values):
+        return array("d", [math.nan]) * len(values)
+    numbers = map(number_of, values)
+    return array("d", [math.nan if value is None else value for value in numbers])
+
+
+def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:
+    """Divide element by element; NaN for zero time."""
+    pairs = zip(over, under, strict=True)
+    return [factor * a / b if b > 0 else math.nan for a, b in pairs]
+
+
+class GpuHistory(Times):
+    """The samples of a rank's own GPU over time: columns that only grow."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.series = {name: Series() for name in GPU_FIELDS}
+
+    def add(self, time_s: float, gpus: list[Any], uuid: object) -> None:
+        """Add a parsed sample of the machine: of this GPU, or of the only one."""
+        known = [gpu for gpu in gpus if isinstance(gpu, dict)]
+        named = [gpu for gpu in known if gpu.get("uuid") == uuid]
+        samples = named or (known if len(known) == 1 else [])
+        if not samples:
+            return
+        for name, series in self.series.items():
+            value = number_of(samples[0].get(name))
+            series.append(value if value is not None and math.isfinite(value) else None)
+        self.stamp(time_s)
+
+
+class History:
+    """The parsed log of one rank: its steps, a column for each quantity, and all other records."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
         self.steps = Timed[int]()
         """Step numbers; position i is position i in every series."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
@@ -86,6 +143,22 @@ class StepColumns:
         self.busy: dict[str, Series] = {lane: Series() for lane in LANES}
         self._smoothed: dict[tuple[str, int], Smoothed] = {}
         self._pending: list[tuple[Any, ...]] = []
+        self.skipped: list[int] = []
+        """Positions of steps that were skipped, or whose loss was not finite."""
+        self._events: dict[type, Timed[Any]] = {kind: Timed() for kind in _EVENTS}
+        self.moments = Timed[Moment]()
+        self.live = LiveMemory()
+        self.systems = TimedLines()
+        """Samples of the machine, which are read only for display."""
+        self.gpu = GpuHistory()
+        self.sampled = Timed[int]()
+        """Step numbers whose lanes were sampled."""
+        self.timelines = Timelines()
+        self._shown_system: tuple[int, schema.System | None] = (0, None)
+        self.last_time_s = 0.0
+        self.unreadable = 0
+        self._offset_s = 0.0
+        """Of Unix time to the monotonic clock of the newest start; it never decreases."""
 
     @property
     def step_count(self) -> int:
@@ -134,83 +207,6 @@ class StepColumns:
         self.series["d2h_gbps"].extend(_ratios(of["d2h_bytes"], worked["d2h"], 1e-6))
         self.series["exposed_share"].extend(_ratios(of["exposed_ms"], of["step_ms"]))
         self.series["host_ms"].extend(list(worked["host"]))
-
-
-def number_of(value: Any) -> float | None:
-    """Convert parsed JSON, in which non-finite numbers are strings."""
-    if type(value) is float or type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    return float(value) if value in ("nan", "inf", "-inf") else None
-
-
-def _floats(values: Sequence[Any]) -> array[float]:
-    """Convert values to numbers, NaN for missing ones."""
-    packed = array("d")
-    with suppress(struct.error, OverflowError):  # some are missing, or no numbers
-        packed.frombytes(struct.pack(f"{len(values)}d", *values))  # a third of array()'s time
-        return packed
-    if values.count(None) == len(values):
-        return array("d", [math.nan]) * len(values)
-    numbers = map(number_of, values)
-    return array("d", [math.nan if value is None else value for value in numbers])
-
-
-def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:
-    """Divide element by element; NaN for zero time."""
-    pairs = zip(over, under, strict=True)
-    return [factor * a / b if b > 0 else math.nan for a, b in pairs]
-
-
-class GpuHistory(Times):
-    """The samples of a rank's own GPU over time: columns that only grow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.series = {name: Series() for name in GPU_FIELDS}
-
-    def add(self, time_s: float, gpus: list[Any], uuid: object) -> None:
-        """Add a parsed sample of the machine: of this GPU, or of the only one."""
-        known = [gpu for gpu in gpus if isinstance(gpu, dict)]
-        named = [gpu for gpu in known if gpu.get("uuid") == uuid]
-        samples = named or (known if len(known) == 1 else [])
-        if not samples:
-            return
-        for name, series in self.series.items():
-            series.append(_number(samples[0].get(name)))
-        self.stamp(time_s)
-
-
-def _number(value: Any) -> float | None:
-    if type(value) not in (int, float) or not abs(value) < 1e18:
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-class History(StepColumns):
-    """The parsed log of one rank."""
-
-    def __init__(self, rank: int = 0) -> None:
-        super().__init__()
-        self.rank = rank
-        self.skipped: list[int] = []
-        """Positions of steps that were skipped, or whose loss was not finite."""
-        self._events: dict[type, Timed[Any]] = {kind: Timed() for kind in _EVENTS}
-        self.moments = Timed[Moment]()
-        self.live = LiveMemory()
-        self.systems = TimedLines()
-        """Samples of the machine, which are read only for display."""
-        self.gpu = GpuHistory()
-        self.sampled = Timed[int]()
-        """Step numbers whose lanes were sampled."""
-        self.timelines = Timelines()
-        self._shown_system: tuple[int, schema.System | None] = (0, None)
-        self.last_time_s = 0.0
-        self.unreadable = 0
-        self._offset_s = 0.0
-        """Of Unix time to the monotonic clock of the newest start; it never decreases."""
 
     def of(self, kind: type[E]) -> Timed[E]:
         """Return the records of one of the kinds that are kept whole."""
@@ -303,8 +299,7 @@ class History(StepColumns):
 
     def _odd(self, values: Json, number: int, time_s: float, line: bytes) -> None:
         """Mark and list skipped steps and non-finite losses."""
-        loss = values.get("loss")
-        loss = loss if type(loss) is float else number_of(loss)
+        loss = number_of(values.get("loss"))
         finite = loss is not None and math.isfinite(loss)
         if finite and values.get("skipped") is not True:
             return

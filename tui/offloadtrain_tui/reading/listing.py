@@ -9,7 +9,6 @@ from pathlib import Path
 
 from offloadtrain.config import units
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.ending import Ending, ending_of
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.log_reader import glance
 from offloadtrain_tui.reading.view import View
@@ -34,7 +33,7 @@ class RunRow:
     val_loss: float | None
     tokens_per_s: float | None
     last_s: float | None
-    ending: Ending | None = None
+    ending: runs.Ending | None = None
 
     def cells(self, now_s: float) -> tuple[str, ...]:
         """Return a text for each of `COLUMNS`; "-": not known."""
@@ -91,7 +90,7 @@ def _row(folder: Path, view: View, now_s: float) -> RunRow:
         val_loss=view.val_loss,
         tokens_per_s=view.last("tokens_per_s"),
         last_s=view.step_time_s,
-        ending=ending_of(folder, view, state),
+        ending=runs.ending_of(folder, view, state),
     )
 
 

@@ -15,7 +15,6 @@ from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.ending import Ending, ending_of
 from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.tail import Tail
@@ -59,7 +58,7 @@ class Snapshot:
     out_of_memory: bool = False
     lives_here: bool = False
     set_up: SetUpNow | None = None
-    ending: Ending | None = None
+    ending: runs.Ending | None = None
 
     @property
     def first(self) -> View:
@@ -165,11 +164,12 @@ class RunReader:
             state = "unknown"  # a file of something else starts no run
         refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
         if folder is not None and not os.access(folder / "events", os.R_OK | os.X_OK):
-            refused, state = (f"{folder / 'events'}: no permission", *refused), "unknown"
+            why = "no permission" if os.path.lexists(folder / "events") else "it is gone"
+            refused, state = (f"{folder / 'events'}: {why}", *refused), "unknown"
         killed = state == "killed" and runs.killed_for_memory(folder, life.set_up)
         return Snapshot(
             *(self.run.name, folder, views, state, self.is_complete, refused, killed),
-            *(bool(life.alive), life.set_up, ending_of(folder, views[0], state)),
+            *(bool(life.alive), life.set_up, runs.ending_of(folder, views[0], state)),
         )
 
     def _silent_s(self, view: View, now_s: float) -> float | None:
@@ -221,7 +221,11 @@ def _rank_of(path: Path) -> int:
 
 
 class Reader:
-    """Reads runs on its own thread and reports news once, until it is taken."""
+    """Reads runs on its own thread and reports news.
+
+    Attributes:
+        snapshots: the newest snapshot of each run, in a list that is replaced as a whole.
+    """
 
     def __init__(
         self,
@@ -235,21 +239,13 @@ class Reader:
         self._clock = clock
         self._on_news = on_news
         self._news_s = news_s
-        self._lock = threading.Lock()
-        self._snapshots: list[Snapshot] = []
-        self._notified = False
+        self.snapshots: list[Snapshot] = []
         self._ended = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="run-reader", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
-
-    def take(self) -> list[Snapshot]:
-        """Return the newest snapshot of each run, and report later news again."""
-        with self._lock:
-            self._notified = False
-            return list(self._snapshots)
 
     def add(self, run: RunPath) -> None:
         """Also read this run from now on."""
@@ -263,10 +259,6 @@ class Reader:
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
-    def read_newest(self) -> list[Snapshot]:
-        """Return snapshots of everything the thread has read so far."""
-        return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
-
     @property
     def read_bytes(self) -> int:
         """Bytes of all logs that have been read so far; any thread may ask."""
@@ -276,7 +268,7 @@ class Reader:
         published_s = 0.0
         while not self._ended.is_set():
             busy = any([reader.read() and not reader.is_complete for reader in self.readers])
-            if time.monotonic() - published_s >= self._news_s and self._publish():
+            if time.monotonic() - published_s >= self._news_s and self.publish():
                 published_s = time.monotonic()
             (gc.disable if busy else gc.enable)()  # a long log creates many lists, but no cycles
             if not busy:
@@ -286,16 +278,11 @@ class Reader:
         for reader in self.readers:
             reader.close()
 
-    def _publish(self) -> bool:
-        """Publish snapshots; return whether there was any news."""
-        snapshots = self.read_newest()
-        with self._lock:
-            news = [snapshot.changed for snapshot in snapshots] != [
-                snapshot.changed for snapshot in self._snapshots
-            ]
-            self._snapshots = snapshots
-            notify = news and not self._notified
-            self._notified |= notify
-        if notify:
+    def publish(self) -> bool:
+        """Publish snapshots of everything read so far; return whether there was any news."""
+        before = [snapshot.changed for snapshot in self.snapshots]
+        self.snapshots = [reader.snapshot(self._clock.now_s()) for reader in self.readers]
+        news = [snapshot.changed for snapshot in self.snapshots] != before
+        if news:
             self._on_news()
         return news

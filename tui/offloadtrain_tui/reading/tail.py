@@ -17,10 +17,9 @@ class Tail:
     """Reads lines appended since the last call; an incomplete last line waits for its end.
 
     A file that was replaced (another inode) or truncated is read again from its beginning. The file
-    is untrusted: an endless line is dropped and counted.
+    is untrusted: of a line longer than 4 MiB only the end is returned.
 
     Attributes:
-        dropped: bytes of lines longer than 4 MiB.
         restarts: number of times the file was replaced or truncated.
         read_bytes: bytes read so far, those of replaced files too.
         refused: why the file is not read (any further), if it is no log.
@@ -28,7 +27,6 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.dropped = 0
         self.restarts = 0
         self.read_bytes = 0
         self.refused = ""
@@ -52,8 +50,7 @@ class Tail:
             lines += complete
             self._endless = 0 if complete else self._endless + len(data)
             if len(self._torn) > LONGEST_LINE:
-                self.dropped += len(self._torn)
-                self._torn = b""
+                self._torn = b""  # its rest will be a line that is no record, and be counted
             if self._endless > _NO_LOG:
                 self.refused = f"{self.path}: it has a line of more than {_NO_LOG:,} bytes"
                 break

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
 from offloadtrain.events import schema
 from offloadtrain_tui.moments import Moment
+from offloadtrain_tui.reading.columns import SAMPLED_STEPS, Live, Spans
 from offloadtrain_tui.reading.history import E, History
-from offloadtrain_tui.reading.timed import SAMPLED_STEPS, Live, Spans
 from offloadtrain_tui.text import is_on_cpu
 
 
@@ -91,11 +93,6 @@ class View:
         return self.history.live.at(self.time_s)
 
     @property
-    def curve(self) -> schema.StepMemory | None:
-        """Memory within the newest sampled step."""
-        return self.newest(schema.StepMemory)
-
-    @property
     def val_loss(self) -> float | None:
         newest = self.newest(schema.Eval)
         return newest.val_loss if newest else None
@@ -130,6 +127,10 @@ class View:
         """Return the last value of a series; None if the last step had none."""
         return self.history.series[name].last(self.length)
 
+    def newest_values(self, name: str, most: int) -> array[float]:
+        """Return the last values of a series, at most so many; NaN where a step had none."""
+        return self.history.series[name].values[max(self.length - most, 0) : self.length]
+
     def busy_ms(self, lane: str) -> float:
         return self.history.busy[lane].last(self.length) or 0.0
 
@@ -158,11 +159,10 @@ class View:
         ]
 
     def median_step_ms(self, of: int = 50) -> float | None:
-        values = self.history.series["step_ms"].values[max(self.length - of, 0) : self.length]
-        return sorted(values)[len(values) // 2] if values else None
+        values = self.newest_values("step_ms", of)
+        return statistics.median_high(values) if values else None
 
     def median_own_ms(self, of: int = 50) -> float | None:
         """The rank's own step time, without waits; the whole step if waits are unknown."""
-        values = self.history.series["own_ms"].values[max(self.length - of, 0) : self.length]
-        known = sorted(value for value in values if value > 0)
-        return known[len(known) // 2] if known else self.median_step_ms(of)
+        known = [value for value in self.newest_values("own_ms", of) if value > 0]
+        return statistics.median_high(known) if known else self.median_step_ms(of)

@@ -11,7 +11,7 @@ from textual.strip import Strip
 
 from offloadtrain.config import units
 from offloadtrain_tui.text import clean
-from offloadtrain_tui.widgets.drawn import CACHE, FILLS, OTHERS, OWNER_COLORS, Drawn
+from offloadtrain_tui.widgets.drawn import CACHE, EIGHTHS, OTHERS, Drawn, owner_look
 
 FREE, PEAK = "·", "┃"
 _NARROW, _SHORT = 100, 30
@@ -83,7 +83,7 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return [self.strip(line) for line in self._lines(width)]
 
     def _lines(self, width: int) -> list[list[Segment]]:
-        tiers = self._content
+        tiers = self.content
         if len(tiers) <= 2:
             return [line for tier in tiers for line in self._bar_with_legend(tier, width)]
         order = sorted(tiers[:-1], key=lambda tier: tier.free)
@@ -131,7 +131,7 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         free = f"  {tier.free / gib:.1f} free of {tier.total / gib:.1f} GiB "
         figures = f" owners {tier.used / gib:.1f}"
         figures += f"  peak {tier.peak / gib:.1f}" if tier.peak else ""
-        note = "" if self.app.size.width < _NARROW else f"  {clean(tier.note)[:40]}"
+        note = "" if self.app.size.width < _NARROW else f"  {clean(tier.note, 40)}"
         room = max(width - len(tier.title) - len(figures) - len(free) - len(note) - 2, 8)
         return [
             Segment(f" {tier.title}", self.style("foreground", bold=True)),
@@ -158,8 +158,8 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return [Segment(text, style) for text, style in cells]
 
     def _cell(self, number: int) -> tuple[str, Style]:
-        color = OWNER_COLORS[number % len(OWNER_COLORS)]
-        return FILLS[number % len(FILLS)], self.style(color)
+        fill, color = owner_look(number)
+        return fill, self.style(color)
 
     def _legend_lines(self, tier: Tier, width: int) -> list[list[Segment]]:
         """Return sign and name of all that is in a bar, in as few lines as they need: of more lines
@@ -195,7 +195,6 @@ def _of(part: int, total: int, word: str) -> str:
 # ---- memory over time
 
 LABEL_WIDTH = 10
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ class Area:
         planned: a line too; 0: no plan.
         axis: labels below the left and the right end.
         base: bytes below the lowest row, which are not in the columns.
-        colors: numbers of the bands' owners, as in the bars; of other bands, the next ones.
+        colors: numbers of the bands' owners, as in the bars; the other band has the next one.
     """
 
     title: str
@@ -234,13 +233,13 @@ class AreaChart(Drawn[Area]):
 
     def draw(self, width: int, height: int) -> list[Strip]:
         rows, inner = height - 2, width - LABEL_WIDTH
-        if not any(self._content.columns):
+        if not any(self.content.columns):
             return [self.strip(self._title())]
         lines = [self._title(), *(self._row(y, rows, inner) for y in range(rows))]
         return [self.strip(line) for line in (*lines, self._axis(inner))]
 
     def _title(self) -> list[Segment]:
-        area = self._content
+        area = self.content
         if not any(area.columns):
             title = area.title if ":" in area.title else f"{area.title}: no samples"
             return [Segment(f" {title}", self.style("foreground", dim=True))]
@@ -254,7 +253,7 @@ class AreaChart(Drawn[Area]):
 
     def _row(self, y: int, rows: int, inner: int) -> list[Segment]:
         """The row between two heights; a cell has the fill of the band in its middle."""
-        area, top = self._content, self._content.top
+        area, top = self.content, self.content.top
         low, high = top * (rows - 1 - y) / rows, top * (rows - y) / rows
         labelled = y in (0, rows - 1) or (rows > 5 and y == rows // 2)
         height = area.base + (high if y < rows - 1 else low)
@@ -270,7 +269,7 @@ class AreaChart(Drawn[Area]):
         return segments
 
     def _cell(self, x: int, inner: int, low: float, high: float) -> Segment | None:
-        columns = self._content.columns
+        columns = self.content.columns
         column = columns[x * len(columns) // inner] if columns else None
         if column is None:
             return None
@@ -279,27 +278,20 @@ class AreaChart(Drawn[Area]):
             height += size
             last = number if size else last
             if height > middle:
-                count = len(column)
-                fill = FILLS[self._number(number) % len(FILLS)]
-                if number >= count - 2:
-                    fill = (CACHE, OTHERS)[number - count + 2]
-                return Segment(fill, self._color(number, count))
+                return Segment(*self._band(number, len(column)))
         eighths = round(8 * (height - low) / (high - low))
-        if eighths <= 0:
-            return None
-        return Segment(_EIGHTHS[eighths], self._color(last, len(column)))
+        return Segment(EIGHTHS[eighths], self._band(last, len(column))[1]) if eighths > 0 else None
 
-    def _color(self, number: int, count: int) -> Style:
-        if number >= count - 2:
-            return self.style("foreground", dim=True)
-        return self.style(OWNER_COLORS[self._number(number) % len(OWNER_COLORS)])
-
-    def _number(self, band: int) -> int:
-        """Return the number of a band's owner."""
-        colors = self._content.colors
-        return colors[band] if band < len(colors) else max(colors, default=-1) + 1 + band
+    def _band(self, band: int, count: int) -> tuple[str, Style]:
+        """Return fill character and style of one of `count` bands."""
+        if band >= count - 2:
+            return (CACHE, OTHERS)[band - count + 2], self.style("foreground", dim=True)
+        colors = self.content.colors
+        number = colors[band] if band < len(colors) else max(colors, default=-1) + 1
+        fill, color = owner_look(number)
+        return fill, self.style(color)
 
     def _axis(self, inner: int) -> list[Segment]:
-        left, right = self._content.axis
+        left, right = self.content.axis
         text = " " * LABEL_WIDTH + f"{left}{right:>{max(inner - len(left), 1)}}"
         return [Segment(text, self.style("foreground", dim=True))]

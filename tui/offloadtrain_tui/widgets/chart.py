@@ -13,7 +13,7 @@ from textual.events import Click
 from textual.message import Message
 from textual.strip import Strip
 
-from offloadtrain_tui.reading.series import NOTHING, Extent, Outline, Series, Smoothed, Window
+from offloadtrain_tui.reading.columns import NOTHING, Extent, Outline, Series, Smoothed, Window
 from offloadtrain_tui.text import short
 from offloadtrain_tui.widgets.drawn import Drawn
 
@@ -47,6 +47,28 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What a chart shows, of any run.
+
+    Attributes:
+        fields: (series, label or lane, color, mirrored) for each curve.
+        log: True if `y` makes its axis logarithmic.
+        smoothed: the first curve gets a moving average over it.
+        least_range: the axis spans at least this share of the largest value, so that noise is flat.
+        from_zero: the axis begins at zero.
+    """
+
+    title: str
+    fields: tuple[tuple[str, str, str, bool], ...] = ()
+    unit: str = ""
+    log: bool = False
+    smoothed: bool = False
+    form: Callable[[float], str] = short
+    least_range: float = 0.0
+    from_zero: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Plot:
     """The contents of a chart; equal plots look the same.
 
@@ -55,21 +77,16 @@ class Plot:
         marks: (position, sign, color) of a checkpoint, a resume, a skipped step.
         cursor: the position selected in all charts.
         axis: labels below the left and the right end.
-        least_range: the axis spans at least this share of the largest value, so that noise is flat.
-        from_zero: the axis begins at zero.
+        log: its axis is logarithmic.
     """
 
-    title: str
+    kind: Kind
     curves: tuple[Curve, ...] = ()
     window: Window = NO_WINDOW
     marks: tuple[tuple[int, str, str], ...] = ()
     cursor: int | None = None
     log: bool = False
-    unit: str = ""
     axis: tuple[str, str] = ("", "")
-    form: Callable[[float | None], str] = short
-    least_range: float = 0.0
-    from_zero: bool = False
 
     @property
     def is_mirrored(self) -> bool:
@@ -79,16 +96,14 @@ class Plot:
         """Return the ends of the axis for values from `low` to `high`: noise is flat, and mirrored
         halves have one scale."""
         if self.is_mirrored:
-            most = max(abs(low), abs(high))
-            return -most, most
-        if self.log:
-            return low, high
-        if self.from_zero:
+            high = max(abs(low), abs(high))
+            low = -high
+        elif self.kind.from_zero:
             low = min(low, 0.0)
-        missing = self.least_range * max(abs(low), abs(high)) - (high - low)
-        if missing > 0:
-            low, high = low - missing / 2, high + missing / 2
-        return low, high
+        share = self.kind.least_range if not self.log else 0.0
+        least = share * max(abs(low), abs(high)) or (high == low) * (0.1 * abs(high) or 1.0)
+        missing = max(least - (high - low), 0.0)
+        return low - missing / 2, high + missing / 2
 
 
 class Chart(Drawn[Plot]):
@@ -109,27 +124,25 @@ class Chart(Drawn[Plot]):
         self._gutter = _GUTTER
         self._outlines: dict[tuple[str, int], Outline] = {}
 
-    @property
-    def plot(self) -> Plot:
-        return self._content
-
     def on_click(self, event: Click) -> None:
-        window, inner = self.plot.window, self.size.width - self._gutter
+        window, inner = self.content.window, self.size.width - self._gutter
         column = event.x - self._gutter
         if self._pickable and window.size and 0 <= column < inner:
-            last = max((curve.length for curve in self.plot.curves), default=0) - 1
+            last = max((curve.length for curve in self.content.curves), default=0) - 1
             position = min(window.lo + column * window.size // inner, last)
             if position >= 0:
                 self.post_message(self.Picked(position))
 
     def draw(self, width: int, height: int) -> list[Strip]:
         rows = height - 2 - self._has_mark_row(height)
-        columns = 2 * width if self.plot.log else 1  # a logarithm leaves out what is not positive
+        columns = (
+            2 * width if self.content.log else 1
+        )  # a logarithm leaves out what is not positive
         extent = bounds(self._extents("range", columns))
         if extent is None or rows < 1 or width < 2 * _GUTTER:
             empty = self.strip([Segment(" nothing yet", self.style("foreground", dim=True))])
             return [self.strip(self._title()), *([] if extent else [empty])]
-        low, high = self.plot.range_of(*extent)
+        low, high = self.content.range_of(*extent)
         labels = self._labels(low, high, rows)
         self._gutter = max(_GUTTER, *(len(label) + 1 for label in labels))
         inner = width - self._gutter
@@ -146,14 +159,14 @@ class Chart(Drawn[Plot]):
     def _extents(self, what: str, columns: int) -> list[list[Extent]]:
         """Return the extents of each curve in so many columns; outlines are cached by `what`."""
         extents = []
-        for number, curve in enumerate(self.plot.curves):
+        for number, curve in enumerate(self.content.curves):
             outline = self._outlines.setdefault((what, number), Outline())
-            extents.append(_extents(curve, self.plot, outline, columns))
+            extents.append(_extents(curve, self.content, outline, columns))
         return extents
 
     def _has_mark_row(self, height: int) -> bool:
         """A low chart has its marks in the first row of the curve."""
-        return height >= _HIGH and bool(self.plot.marks)
+        return height >= _HIGH and bool(self.content.marks)
 
     def _labels(self, low: float, high: float, rows: int) -> list[str]:
         """Return the text of each line: at both ends, and in the middle of a high chart."""
@@ -162,28 +175,29 @@ class Chart(Drawn[Plot]):
         for y in (0, *middle, rows - 1):
             share = y / max(rows - 1, 1)
             value = high * (1 - share) + low * share  # exactly both ends: no "-7e-16 %"
-            if self.plot.is_mirrored:
+            if self.content.is_mirrored:
                 value = 0.0 if y in middle else abs(value)
-            labels[y] = self.plot.form(10**value if self.plot.log else value)
+            labels[y] = self.content.kind.form(10**value if self.content.log else value)
         return labels
 
     def _title(self) -> list[Segment]:
-        plot = self.plot
-        segments = [Segment(f" {plot.title}", self.style("foreground", bold=True))]
+        plot = self.content
+        title = f" {plot.kind.title}" if plot.kind.title else ""
+        segments = [Segment(title, self.style("foreground", bold=True))]
         at = plot.window.hi if plot.cursor is None else plot.cursor + 1
         for curve in plot.curves:
             value = curve.series.last(min(at, curve.length))
             label = f" {curve.label}" if curve.label else ""
-            segments.append(
-                Segment(f"{label} {plot.form(value)}{plot.unit}", self.style(curve.color))
-            )
+            figure = "-" if value is None else f"{plot.kind.form(value)}{plot.kind.unit}"
+            style = self.style(curve.color, bold=not title)
+            segments.append(Segment(f"{label} {figure}", style))
         if plot.log:
             segments.append(Segment(" log", self.style("foreground", dim=True)))
         return segments
 
     def _body(self, canvas: Canvas, labels: Sequence[str]) -> list[Strip]:
-        zero = canvas.height // 2 if self.plot.is_mirrored else None
-        colors = tuple(curve.color for curve in self.plot.curves)
+        zero = canvas.height // 2 if self.content.is_mirrored else None
+        colors = tuple(curve.color for curve in self.content.curves)
         inner, has_mark_row = canvas.width, self._has_mark_row(self._height)
         signs = self._signs(inner, marks=False)
         rows = []
@@ -216,11 +230,11 @@ class Chart(Drawn[Plot]):
     def _signs(self, inner: int, *, marks: bool) -> Signs:
         """Return the signs drawn over a row: marks, and the cursor, which goes through all rows."""
         signs: dict[int, tuple[str, Style]] = {}
-        for position, sign, color in self.plot.marks if marks else ():
+        for position, sign, color in self.content.marks if marks else ():
             if (column := self._column(position, inner)) is not None:
                 signs[column] = (sign, self.style(color, bold=True))
-        if self.plot.cursor is not None:
-            column = self._column(self.plot.cursor, inner)
+        if self.content.cursor is not None:
+            column = self._column(self.content.cursor, inner)
             if column is not None:
                 signs.setdefault(column, ("│", self.style("accent")))
         return tuple(signs.items())
@@ -234,12 +248,12 @@ class Chart(Drawn[Plot]):
         return [Segment(character, style) for character, style in text]
 
     def _column(self, position: int, inner: int) -> int | None:
-        window = self.plot.window
+        window = self.content.window
         inside = window.lo <= position < window.hi
         return (position - window.lo) * inner // window.size if inside else None
 
     def _axis(self, inner: int) -> list[Segment]:
-        left, right = self.plot.axis
+        left, right = self.content.axis
         text = f"{left}{right:>{max(inner - len(left), 1)}}" if inner > 20 else right
         return [Segment(" " * self._gutter + text[:inner], self.style("foreground", dim=True))]
 
@@ -281,10 +295,10 @@ class Canvas:
     def draw(self, extents: Sequence[Extent], low: float, high: float, curve: int) -> None:
         """Draw a curve of one extent per column of dots (2 * width of them), joined to the next.
 
-        `low` is the lowest row of dots, `high` the highest.
+        `low` is the lowest row of dots, `high` the highest; they differ.
         """
         lowest = self.height * 4 - 1
-        scale = lowest / (high - low) if high > low else 0.0
+        scale = lowest / (high - low)
         last: tuple[int, int] | None = None
         for column, (least, greatest) in enumerate(extents[: self.width * 2]):
             if least > greatest:
@@ -325,8 +339,6 @@ _HALF = 0.5 + 1e-9
 
 def _row(value: float, low: float, scale: float, highest: int) -> int:
     """Return the row of dots, counted from below."""
-    if scale == 0.0:
-        return highest // 2
     row = int((value - low) * scale + _HALF)
     return 0 if row < 0 else highest if row > highest else row
 
@@ -340,13 +352,8 @@ def logarithmic(extent: Extent) -> Extent:
 
 
 def bounds(extents: Sequence[Sequence[Extent]]) -> Extent | None:
-    """Return minimum and maximum of several curves, slightly wider if they are equal; None if there
-    is nothing to draw."""
+    """Return minimum and maximum of several curves; None if there is nothing to draw."""
     known = [extent for curve in extents for extent in curve if extent != NOTHING]
     if not known:
         return None
-    low, high = min(low for low, _ in known), max(high for _, high in known)
-    if low == high:
-        room = abs(low) * 0.05 or 0.5
-        return low - room, high + room
-    return low, high
+    return min(low for low, _ in known), max(high for _, high in known)

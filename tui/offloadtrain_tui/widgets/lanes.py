@@ -10,13 +10,11 @@ from textual.strip import Strip
 
 from offloadtrain.events import schema
 from offloadtrain.events.waits import Wait
+from offloadtrain_tui.reading.columns import Spans
 from offloadtrain_tui.reading.history import LANES, MAIN_LANES
-from offloadtrain_tui.reading.timed import Spans
 from offloadtrain_tui.text import clean, lane_word, milliseconds, percent
-from offloadtrain_tui.widgets.drawn import LANE_COLORS, Drawn
+from offloadtrain_tui.widgets.drawn import EIGHTHS, LANE_COLORS, Drawn
 
-_SHADES = " ▁▂▃▄▅▆▇█"
-"""By the share of a cell's time that the lane worked."""
 _NAME_WIDTH = 11
 NO_SPANS = Spans()
 _BUSY_WIDTH = 16
@@ -71,25 +69,18 @@ class Timeline(Drawn[Lanes]):
         super().__init__(lanes, id=id)
         self._most_waits = waits
 
-    @property
-    def lanes(self) -> Lanes:
-        return self._content
-
     def draw(self, width: int, height: int) -> list[Strip]:
-        return [self.strip(row) for row in self._lines(width)]
-
-    def _lines(self, width: int) -> list[list[Segment]]:
-        if not self.lanes.spans:
-            return [[Segment(" no step has been sampled yet")]]
-        interval = self.lanes.shown
-        lanes = self.lanes.by_lane().items()
+        if not self.content.spans:
+            return [self.strip([Segment(" no step has been sampled yet")])]
+        interval = self.content.shown
+        lanes = self.content.by_lane().items()
         rows = [self._row(lane, spans, interval, width) for lane, spans in lanes]
-        return [self._axis(interval, width), *rows, *self._waits()]
+        return [*map(self.strip, (self._axis(interval, width), *rows, *self._waits()))]
 
     def _axis(self, interval: tuple[float, float], width: int) -> list[Segment]:
         start, end = interval
-        left, right = f" step {self.lanes.step}", f"{milliseconds(end)}"
-        middle = f"from {milliseconds(start)}" if self.lanes.zoom > 1 else ""
+        left, right = f" step {self.content.step}", f"{milliseconds(end)}"
+        middle = f"from {milliseconds(start)}" if self.content.zoom > 1 else ""
         room = max(width - len(left) - len(right) - 1, 0)
         return [Segment(f"{left}{middle:^{room}}{right}", self.style("foreground", dim=True))]
 
@@ -100,12 +91,12 @@ class Timeline(Drawn[Lanes]):
         interval: tuple[float, float],
         width: int,
     ) -> list[Segment]:
-        busy_ms, end_ms = union_ms(spans), self.lanes.spans.end_ms
+        busy_ms, end_ms = union_ms(spans), self.content.spans.end_ms
         share = percent(busy_ms / end_ms) if end_ms else ""
         style = self.style(LANE_COLORS[lane])
         bar = labelled(spans, *interval, max(width - _NAME_WIDTH - _BUSY_WIDTH, 1))
         return [
-            Segment(f" {lane_word(lane, self.lanes.start):<{_NAME_WIDTH - 2}} ", style),
+            Segment(f" {lane_word(lane, self.content.start):<{_NAME_WIDTH - 2}} ", style),
             Segment(bar, style),
             Segment(f" {milliseconds(busy_ms):>9} {share:>5}", self.style("foreground", dim=True)),
         ]
@@ -113,7 +104,7 @@ class Timeline(Drawn[Lanes]):
     def _waits(self) -> list[list[Segment]]:
         if not self._most_waits:
             return []
-        waits = sorted(self.lanes.spans.waits, key=lambda wait: -wait.duration_ms)
+        waits = sorted(self.content.spans.waits, key=lambda wait: -wait.duration_ms)
         total = sum(wait.duration_ms for wait in waits)
         title = [Segment(f" compute waited {milliseconds(total)}", self.style("foreground"))]
         longest = [wait for wait in waits[: self._most_waits] if wait.duration_ms >= LEAST_MS]
@@ -121,7 +112,7 @@ class Timeline(Drawn[Lanes]):
 
     def _wait(self, wait: Wait) -> list[Segment]:
         text = f"   {milliseconds(wait.duration_ms):>8} at {milliseconds(wait.start_ms):>8}"
-        lane = lane_word(wait.lane, self.lanes.start)
+        lane = lane_word(wait.lane, self.content.start)
         operation = f": {clean(wait.name)}" if wait.name else ""
         why = f"  for {lane}{operation}" if wait.lane else "  nothing ran"
         color = LANE_COLORS.get(wait.lane, "foreground")
@@ -144,7 +135,7 @@ def labelled(spans: Sequence[schema.LaneSpan], start: float, end: float, width: 
     filled = [0.0] * width
     for span in spans:
         _fill(filled, (span.start_ms - start) * scale, span.duration_ms * scale)
-    cells = [_SHADES[min(int(part * 8 + 0.5), 8)] for part in filled]
+    cells = [EIGHTHS[min(int(part * 8 + 0.5), 8)] for part in filled]
     for span in spans:
         first = round((span.start_ms - start) * scale)
         room = round(span.duration_ms * scale) - 2

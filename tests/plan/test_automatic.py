@@ -560,7 +560,8 @@ def planned_update(*overrides: str, machine: Machine = FEW_CORES) -> Plan:
 
 def test_a_step_that_waits_for_adam_guesses() -> None:
     exact, speculative, chosen = (
-        planned_update(f"offload.update={mode}") for mode in ("exact", "speculative", "auto")
+        planned_update(f"offload.update={mode}", "offload.state=int8")
+        for mode in ("exact", "speculative", "auto")
     )
     assert speculative.prediction.tokens_per_s > 1.03 * exact.prediction.tokens_per_s
     assert chosen.job.offload.update == "speculative"

@@ -44,7 +44,7 @@ def test_a_layer_saves_what_an_h100_has_measured(case: tuple[float, str], mib: i
     budget, fp8 = case
     if fp8 != "off":
         pytest.importorskip("torchao")
-    options = {**COMPILED, "activation_budget": budget, "fp8": fp8}
+    options = {**COMPILED, "activation_budget": budget, "fp8": fp8, "state_on": {"device": 0.1}}
     spec = Spec(size="llama-3b", seq_len=2048, micro_batch=16, options=options)
     trace, job = ShapeTrace(on_cpu=False), job_of(spec)
     again = replace(

@@ -85,13 +85,13 @@ class Tracer:
         return between(small, large, (size - _FEW) / (self._micro_batch - _FEW))
 
     def _saved_share(self, config: Config) -> float:
-        offload = config.offload
-        key = config.data.seq_len, offload.precision, offload.fp8, offload.activations.budget
+        options = _options_of_layers(config.offload)
+        key = config.data.seq_len, options
         if key not in self._shares:
             self._shares[key] = saved_share(
                 self._model,
                 lambda model: self._loss_of(model, config),
-                offload,
+                options,
                 on_cpu=self._on_cpu,
                 packed=self._packed,
             )
@@ -143,6 +143,18 @@ class Tracer:
 def _has_budget(config: Config) -> bool:
     """Compiled layers save a share of what they would save."""
     return config.offload.compile_blocks and config.offload.activations.mode == "selective"
+
+
+def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
+    """Return the options that decide what compiled layers save, the others at their defaults."""
+    return OffloadConfig(
+        precision=offload.precision,
+        activation="selective",
+        activation_budget=offload.activations.budget,
+        compile_blocks=True,
+        fp8=offload.fp8,
+        cast_inputs=offload.activations.cast_inputs,
+    )
 
 
 def _with_budget(trace: Trace, config: Config, share_of: Callable[[], float]) -> TracedStep:
@@ -273,7 +285,8 @@ class ShapeTrace:
         batch = self._microbatch(config)
         if _has_budget(config):
             few = replace(batch, samples=min(batch.samples, _FEW))
-            return _with_budget(self, config, partial(_share_of_shape, few, config.offload))
+            of_layers = _options_of_layers(config.offload)
+            return _with_budget(self, config, partial(_share_of_shape, few, of_layers))
         most = max(_MOST_TOKENS // batch.seq_len, _FEW)
         if batch.samples <= most:
             return traced_microbatch(batch)

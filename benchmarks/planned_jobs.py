@@ -76,8 +76,8 @@ class Cell:
 
 def measured() -> list[tuple[Cell, Machine]]:
     """Return the engine's steps and the resident ones of every results file of a GPU, each with the
-    rates that were measured with it."""
-    cells = []
+    rates that were measured with it. Names of steps that were measured before end with "again"."""
+    cells: list[tuple[Cell, Machine]] = []
     for path in sorted(RESULTS.glob("nvidia-*.json")):
         values = json.loads(path.read_text(encoding="utf-8"))
         rates = Machine(**values["measurements"]["machine"]["machine"])
@@ -87,6 +87,8 @@ def measured() -> list[tuple[Cell, Machine]]:
             spec = result.get("spec", {})
             if spec.get("system") in ("offloadtrain", "resident") and "figures" in result:
                 cell = _measured_cell(spec, result["figures"], rates)
+                if key_of(cell) in {key_of(earlier) for earlier, _ in cells}:
+                    cell = replace(cell, name=f"{cell.name} again")
                 cells.append((cell, replace(rates, gpu_memory=cell.target.gpu_memory)))
     return cells
 
@@ -98,7 +100,7 @@ def _measured_cell(values: dict[str, Any], figures: dict[str, Any], rates: Machi
     if spec.gpu_memory:
         target = replace(target, gpu_memory=str(spec.gpu_memory))
     if spec.system == "resident":
-        spec = replace(spec, options={"state_on": "device"})
+        spec = replace(spec, options=spec.options | {"state_on": "device"})
     return Cell(
         name=name,
         card=machine.partition("_")[0],

@@ -14,7 +14,9 @@ from typing import Any
 
 from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.config.errors import InputError
+from offloadtrain.config.job import OFFLOAD
 from offloadtrain.config.units import format_bytes, format_count
+from offloadtrain.step.layout.formats import FORMATS
 
 SCHEMA = 1
 _MOST_BYTES = 16 << 20
@@ -62,6 +64,28 @@ class Steps:
         keys = ("size", "micro_batch", "seq_len", "grad_accum_steps", "precision")
         return tuple(self.spec[key] for key in keys)
 
+    @property
+    def computation(self) -> tuple[object, ...]:
+        """How layers compute. Inputs of layers that are offloaded change nothing in it."""
+        options = self.spec["options"]
+        mode = self.option("activation", "recompute" if self.spec["recompute"] else "keep")
+        again = "recompute" if mode == "offload" else mode
+        rest = (options.get(key) for key in ("activation_budget", "compile_blocks", "fp8"))
+        return (again, *rest)
+
+    @property
+    def label(self) -> str:
+        """The system and its options in words."""
+        options = dict(self.spec["options"])
+        if options.get("compile_blocks") and options.get("activation") == "selective":
+            selective = OFFLOAD.replace(activation="selective").activations
+            options.setdefault("activation_budget", selective.compiled_budget)
+            del options["activation"]
+        words = (_in_words(*option) for option in sorted(options.items()))
+        cap = self.spec["gpu_memory"]
+        caps = [f"cap of {format_bytes(cap)}"] if cap else []
+        return ", ".join([_SYSTEMS.get(self.system, self.system), *words, *caps])
+
     def option(self, key: str, default: str) -> str:
         """Options of `offload`."""
         return str(self.spec["options"].get(key, default))
@@ -75,6 +99,7 @@ class ResultsFile:
         note: what the person who committed the file says of the machine and the program.
         steps: of every system, in the order of the file.
         machine: measured rates; empty if there are none.
+        summaries: measurement that is no step → its result.
         missing: failed measurement → reason.
     """
 
@@ -83,6 +108,7 @@ class ResultsFile:
     note: str
     steps: tuple[Steps, ...]
     machine: Mapping[str, Any]
+    summaries: Mapping[str, str]
     missing: Mapping[str, str]
 
     @property
@@ -90,9 +116,11 @@ class ResultsFile:
         return self.path.name
 
     def resident(self, steps: Steps) -> Steps | None:
-        """Return the resident run of the same model on the same tokens, on a whole card."""
+        """Return the resident run of the same model on the same tokens, on a whole card, whose
+        layers compute as these do."""
         resident = (other for other in self.steps if other.system == "resident")
-        return next((other for other in resident if other.work == steps.work), None)
+        alike = steps.work, steps.computation
+        return next((run for run in resident if (run.work, run.computation) == alike), None)
 
     def rate_over_resident(self, steps: Steps) -> float | None:
         """Return tokens per second over those of `resident`; None: that was not measured."""
@@ -146,6 +174,11 @@ def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
             if "spec" in measurement
         ),
         machine=measured.get("machine", {}),
+        summaries={
+            name: str(measurement["summary"])
+            for name, measurement in measured.items()
+            if "summary" in measurement
+        },
         missing={
             name: str(why)
             for name, measurement in measured.items()
@@ -282,13 +315,68 @@ GOALS = (
 
 
 def summary(files: Sequence[ResultsFile]) -> str:
-    """Return the README's table: every measured step."""
-    return _sections(files, _STEPS)
+    """Return the README's tables: for each card the newest measurement of each step, by model and
+    tokens, without those that never clip, as nobody trains."""
+    paragraphs = []
+    for device in dict.fromkeys(file.device for file in files):
+        of_device = [file for file in files if file.device == device]
+        newest = {steps.name: (file, steps) for file in of_device for steps in file.steps}
+        shown = [item for item in newest.values() if "clip_norm" not in item[1].spec["options"]]
+        shown.sort(key=lambda item: _place(item[1]))
+        if not shown:
+            continue
+        names = ", ".join(f"`{file.name}`" for file in of_device)
+        head = ("model, tokens", "system", *_RATES)
+        rows = [(_workload(steps), steps.label, *_rates(file, steps)) for file, steps in shown]
+        paragraphs.append(f"{names}: {of_device[-1].note or device}\n\n" + _table(head, rows))
+    return "\n\n".join(paragraphs) or NOTHING
+
+
+def _place(steps: Steps) -> tuple[object, ...]:
+    order = ("resident", "offloadtrain", *_SYSTEMS)
+    of_size = steps.figures["params"], steps.tokens
+    return *of_size, order.index(steps.system), len(steps.spec["options"]), steps.name
+
+
+def _workload(steps: Steps) -> str:
+    return f"{steps.spec['size']}, {steps.tokens // _K}k"
+
+
+_SYSTEMS = {
+    "resident": "torch, all on the GPU",
+    "deepspeed": "DeepSpeed ZeRO-2 offload",
+    "fsdp2": "FSDP2 CPUOffloadPolicy",
+    "torchao": "torchao CPUOffloadOptimizer (no fp32 masters, no clipping)",
+}
+_WORDS = {
+    "activation": {
+        "selective": "selective recompute",
+        "offload": "inputs of layers on the host",
+    },
+    "compile_blocks": {"True": "compiled"},
+    "state": {"split16": "16-bit state", "int8": "8-bit state"},
+    "state_on": {"auto": "state on the GPU where there is room"},
+    "working": {"host": "weights streamed"},
+}
+"""Option → value → what a reader who does not know the options understands."""
+
+
+def _in_words(key: str, value: object) -> str:
+    match key:
+        case "activation_budget":
+            return f"keeps {100 * float(str(value)):.0f} % of activations"
+        case "device_memory_limit":
+            return f"within {format_bytes(int(str(value)))}"
+        case "fp8":
+            return f"FP8 {value}"
+        case "update":
+            return f"{value} updates"
+    return _WORDS.get(key, {}).get(str(value), f"{key}={value}")
 
 
 def everything(files: Sequence[ResultsFile]) -> str:
     """Return all tables: steps, plans, memory, goals, rates and failed measurements."""
-    return _sections(files, _STEPS, _PLANS, _HOST, _GOALS, _MACHINES, _MISSING)
+    return _sections(files, _STEPS, _PLANS, _HOST, _GOALS, _MACHINES, _OTHERS, _MISSING)
 
 
 Section = tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]
@@ -331,17 +419,19 @@ def _of_goal(goal: Goal, value: float) -> str:
 
 def _step_rows(file: ResultsFile) -> Rows:
     for result in file.steps:
-        figures = result.figures
-        yield (
-            result.name,
-            f"`{result.group}`",
-            _seconds(figures["step_s"]),
-            format_count(figures["tokens_per_s"]),
-            _percent(file.rate_over_resident(result)),
-            _percent(figures.get("mfu")),
-            _bytes(figures, "device_peak_bytes"),
-            _bytes(figures, "host_bytes"),
-        )
+        yield result.name, f"`{result.group}`", *_rates(file, result)
+
+
+def _rates(file: ResultsFile, result: Steps) -> Sequence[str]:
+    figures = result.figures
+    return (
+        _seconds(figures["step_s"]),
+        format_count(figures["tokens_per_s"]),
+        _percent(file.rate_over_resident(result)),
+        _percent(figures.get("mfu")),
+        _bytes(figures, "device_peak_bytes"),
+        _bytes(figures, "host_bytes"),
+    )
 
 
 def _plan_rows(file: ResultsFile) -> Rows:
@@ -373,6 +463,15 @@ def _machine_rows(file: ResultsFile) -> Rows:
     for threads, by_state in file.machine.get("adam_gparams", {}).items():
         text = ", ".join(f"{state} {rate:.2f}" for state, rate in by_state.items())
         yield f"Adam, threads: {threads}", f"{text} Gparam/s"
+    for key, name in (("", "alone"), ("_copying", "while pinned copies run both ways")):
+        measured = {state: rates.get(f"{state}{key}_gparams") for state in FORMATS}
+        text = ", ".join(f"{state} {rate:.2f}" for state, rate in measured.items() if rate)
+        if text:
+            yield f"Adam of an update, {name}", f"{text} Gparam/s"
+
+
+def _summary_rows(file: ResultsFile) -> Rows:
+    yield from file.summaries.items()
 
 
 def _missing_rows(file: ResultsFile) -> Rows:
@@ -414,9 +513,11 @@ _HOST = (
     _host_rows,
 )
 _MACHINES = ("The machine", ("what", "rate"), _machine_rows)
+_RATES = ("step", "tokens/s", "of resident", "MFU", "GPU memory", "host memory")
 _STEPS = (
-    "Steps, with the rate as a share of the same model resident on the same card",
-    ("what", "group", "step", "tokens/s", "of resident", "MFU", "device", "host"),
+    "Steps, with the rate as a share of the same model, computed alike, resident on the same card",
+    ("what", "group", *_RATES),
     _step_rows,
 )
+_OTHERS = ("Other measurements", ("what", "result"), _summary_rows)
 _MISSING = ("Not measured", ("what", "why"), _missing_rows)

@@ -58,7 +58,7 @@ def write(folder: Path, gpu: str = "NVIDIA X", **more: Any) -> Path:
         "tests": {"group": "tests", "summary": "357 passed"},
         "machine": {
             "group": "machine",
-            "machine": {"dram_gbps": 350.0},
+            "machine": {"dram_gbps": 350.0, "int8_gparams": 6.71, "int8_copying_gparams": 5.55},
             "bus_gbps": {"h2d": 55.0, "d2h": 54.0, "both": 98.0, "pinned": 1.0},
             "adam_gparams": {"1": {"fp32": 0.7}, "16": {"fp32": 7.1, "split16": 11.0}},
         },
@@ -115,11 +115,9 @@ def test_runs_of_other_settings_do_not_count_for_a_goal(tmp_path: Path) -> None:
         assert wide.worst(file) is None
 
 
-def test_steps_are_compared_with_the_resident_run_of_the_same_model_and_tokens(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_every_step_with_its_plan_and_memory(tmp_path: Path, capsys: Captured) -> None:
     write(tmp_path, note="one socket")
-    text = "\n".join(report(tmp_path, capsys))
+    text = "\n".join(report(tmp_path, capsys, "--all"))
     assert text.startswith("`nvidia-x-20261121.json`: one socket")
     ours, resident = WIDE.name, replace(WIDE, system="resident").name
     figures = "`resident` | 2.160 s | 15.2k | 92.6 % | 42.0 % | 32.0 GiB | 40.0 GiB |"
@@ -128,13 +126,76 @@ def test_steps_are_compared_with_the_resident_run_of_the_same_model_and_tokens(
         f"| {resident} | `resident` | 2.000 s | 16.4k | 100.0 % | 42.0 % | 32.0 GiB | - |" in text
     )
     assert f"| {USUAL.name} | `resident` | 0.800 s | 10.2k | - |" in text
-    assert "Goals" not in text and "torchao" not in text
-    text = "\n".join(report(tmp_path, capsys, "--all"))
     assert f"| {LARGE.name} | 16.000 s | 20.000 s | 1.25 | 12 ms (h2d 9, host 3) | - |" in text
     assert f"| {LARGE.name} | 40.0 GiB | 44.0 GiB | 1.10 |" in text
     assert "| pinned copies, both | 98.0 GB/s |" in text
     assert "| Adam, threads: 16 | fp32 7.10, split16 11.00 Gparam/s |" in text
+    assert "| Adam of an update, alone | int8 6.71 Gparam/s |" in text
+    assert "| Adam of an update, while pinned copies run both ways | int8 5.55 Gparam/s |" in text
+    assert "| tests | 357 passed |" in text
     assert "| torchao | torchao is not installed |" in text
+
+
+COMPILED = {"compile_blocks": True, "activation": "selective", "activation_budget": 0.15}
+
+
+def test_layers_that_compute_otherwise_are_not_compared(tmp_path: Path) -> None:
+    """Compiled layers, FP8 and what is saved change what a resident run takes, too. Where state is
+    and what it is stored in do not, nor offloaded inputs of recomputed layers."""
+    runs = [
+        (replace(WIDE, system="resident"), 2.0),
+        (replace(WIDE, system="resident", options=COMPILED), 1.0),
+        (replace(WIDE, options={"state": "split16", "activation": "offload"}), 4.0),
+        (replace(WIDE, options=COMPILED | {"state": "int8"}), 3.0),
+        (replace(WIDE, options=COMPILED | {"fp8": "tensorwise"}), 0.9),
+        (replace(WIDE, options=COMPILED | {"activation_budget": 0.3}), 0.9),
+        (replace(WIDE, options={"compile_blocks": True}), 0.9),
+        (replace(WIDE, recompute=False), 0.9),
+    ]
+    write(tmp_path, measurements={spec.name: steps(spec, seconds) for spec, seconds in runs})
+    (file,) = results_tables.read(tmp_path)
+    shares = [file.rate_over_resident(each) for each in file.steps]
+    assert shares == [1.0, 1.0, 0.5, pytest.approx(1 / 3), *[None] * 4]
+
+
+def test_the_newest_measurement_of_each_card_counts(tmp_path: Path, capsys: Captured) -> None:
+    """Each compared with the resident run of its own file: hosts differ from day to day."""
+    write(tmp_path)
+    resident, never = replace(WIDE, system="resident"), replace(SPLIT, options={"clip_norm": 1e9})
+    chosen = replace(WIDE, options=COMPILED | {"state": "int8", "extra": 3})
+    again = [(WIDE, 3.0), (resident, 1.5), (chosen, 1.0), (never, 1.0)]
+    older = tmp_path / "nvidia-x-20261121.json"
+    older.rename(tmp_path / "nvidia-x-20261101.json")
+    measurements = {spec.name: steps(spec, seconds) for spec, seconds in again}
+    write(tmp_path, note="another socket", measurements=measurements)
+    write(tmp_path, "NVIDIA Y", measurements={LARGE.name: steps(LARGE, 20.0)})
+    lines = report(tmp_path, capsys)
+    assert lines[0] == "`nvidia-x-20261101.json`, `nvidia-x-20261121.json`: another socket"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")][:5] for line in lines]
+    table = [row for row in rows if len(row) == 5 and " s" in row[2]]
+    assert table == [
+        ["llama-3b, 8k", "offloadtrain", "0.800 s", "10.2k", "-"],
+        ["llama-3b, 8k", "offloadtrain, 16-bit state", "0.660 s", "12.4k", "-"],
+        [
+            "llama-3b, 8k",
+            "offloadtrain, 16-bit state, speculative updates",
+            "0.600 s",
+            "13.7k",
+            "-",
+        ],
+        ["llama-3b, 8k", "DeepSpeed ZeRO-2 offload", "2.000 s", "4.1k", "-"],
+        ["llama-3b, 32k", "torch, all on the GPU", "1.500 s", "21.8k", "100.0 %"],
+        ["llama-3b, 32k", "offloadtrain", "3.000 s", "10.9k", "50.0 %"],
+        [
+            "llama-3b, 32k",
+            "offloadtrain, keeps 15 % of activations, compiled, extra=3, 8-bit state",
+            "1.000 s",
+            "32.8k",
+            "-",
+        ],
+        ["gpt-13b, 64k", "offloadtrain, cap of 32.0 GiB", "20.000 s", "3.28k", "-"],
+        ["gpt-13b, 64k", "offloadtrain, cap of 32.0 GiB", "20.000 s", "3.28k", "-"],
+    ]
 
 
 def test_only_what_was_measured_on_a_gpu(tmp_path: Path, capsys: Captured) -> None:
@@ -144,7 +205,7 @@ def test_only_what_was_measured_on_a_gpu(tmp_path: Path, capsys: Captured) -> No
     (tmp_path / "list.json").write_text("[]")
     assert report(tmp_path, capsys) == [results_tables.NOTHING]
     write(tmp_path, gpu="NVIDIA Y", measurements={})
-    assert report(tmp_path, capsys) == ["`nvidia-y-20261121.json`: NVIDIA Y"]
+    assert report(tmp_path, capsys) == [results_tables.NOTHING]
 
 
 def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured) -> None:

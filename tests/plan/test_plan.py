@@ -580,7 +580,7 @@ def test_adam_and_copies_slow_each_other_while_both_run(early: bool) -> None:
 
 def test_speculation_is_planned_with_all_guesses_right_and_with_none() -> None:
     """After wrong guesses nothing is guessed: a step then takes as long as one of mode "exact"."""
-    slow = replace(V100, fp32_gparams=2.0)
+    slow = replace(V100, fp32_gparams=2.0, dram_gbps=200.0)
     exact, guessing = (
         planned(small(offload__clip_norm=1.0, offload__update=update), slow)
         for update in ("exact", "speculative")
@@ -593,6 +593,22 @@ def test_speculation_is_planned_with_all_guesses_right_and_with_none() -> None:
     right, none = (format_seconds(s) for s in (prediction.seconds, exact.prediction.seconds))
     assert f"speculative: {right} if all guesses are right, {none} (" in printed
     assert f"{none} if no guess of speculative is right)" in printed
+
+
+def test_an_update_into_other_memory_moves_what_it_overwrites() -> None:
+    """Where memory bounds it. Where arithmetic does, it takes as long as in place."""
+
+    def host_s(update: str, gparams: float) -> float:
+        machine = replace(V100, fp32_gparams=gparams)
+        job = small(offload__clip_norm=1.0, offload__update=update)
+        return planned(job, machine).prediction.busy_s["host"]
+
+    buckets = planned(small(), V100).placed.spec.buckets
+    overwritten_s = 12e-9 * sum(bucket.shard_numel for bucket in buckets) / V100.dram_gbps
+    by_memory, by_arithmetic = 0.0, 1e-3
+    in_place_s = host_s("exact", by_memory)
+    assert host_s("speculative", by_memory) == pytest.approx(in_place_s + overwritten_s)
+    assert host_s("speculative", by_arithmetic) == pytest.approx(host_s("exact", by_arithmetic))
 
 
 def test_no_step_is_shorter_than_its_launches() -> None:

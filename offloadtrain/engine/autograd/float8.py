@@ -159,6 +159,8 @@ def _check_device(option: str, device: torch.device, *, is_compiled: bool) -> No
     if device.type == "cpu":
         _log.warning("%s on the CPU is emulated: it is slower than 16 bits, and for tests", option)
         return
+    if device.type == "meta":  # a plan for a GPU
+        return
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise OptionError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from offloadtrain.plan.costs.microbatch import Activations, BlockCost, Trace, Tr
 from offloadtrain.plan.layout import empty_transformer
 from offloadtrain.plan.placement import Placement, PlanError
 from offloadtrain.plan.tracing.alike import uniform_runs
+from offloadtrain.plan.tracing.compiled import saved_share
 from offloadtrain.plan.tracing.step import (
     TraceError,
     trace_on_meta,
@@ -67,11 +68,12 @@ class Tracer:
         self._loss_of = loss_of
         self._micro_batch = micro_batch
         self._traces: dict[tuple[object, ...], TracedStep] = {}
+        self._shares: dict[tuple[object, ...], float] = {}
 
     def __call__(self, config: Config) -> TracedStep:
         """Return the trace of a microbatch of this job; raises as `trace_step`."""
         if _has_budget(config):
-            return _with_budget(self, config)
+            return _with_budget(self, config, partial(self._saved_share, config))
         size = config.train.micro_batch
         if (
             config.offload.activations.mode == "offload_saved"
@@ -81,6 +83,19 @@ class Tracer:
             return self._traced(config, size)
         small, large = self._traced(config, _FEW), self._traced(config, self._micro_batch)
         return between(small, large, (size - _FEW) / (self._micro_batch - _FEW))
+
+    def _saved_share(self, config: Config) -> float:
+        options = _options_of_layers(config.offload)
+        key = config.data.seq_len, options
+        if key not in self._shares:
+            self._shares[key] = saved_share(
+                self._model,
+                lambda model: self._loss_of(model, config),
+                options,
+                on_cpu=self._on_cpu,
+                packed=self._packed,
+            )
+        return self._shares[key]
 
     def _traced(self, config: Config, size: int) -> TracedStep:
         offload = config.offload
@@ -130,13 +145,27 @@ def _has_budget(config: Config) -> bool:
     return config.offload.compile_blocks and config.offload.activations.mode == "selective"
 
 
-def _with_budget(trace: Trace, config: Config) -> TracedStep:
-    """Return the trace as far between those of recompute and of keeping all as the budget is."""
-    share = config.offload.activations.compiled_budget or 0.0
+def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
+    """Return the options that decide what compiled layers save, the others at their defaults."""
+    return OffloadConfig(
+        precision=offload.precision,
+        activation="selective",
+        activation_budget=offload.activations.budget,
+        compile_blocks=True,
+        fp8=offload.fp8,
+        cast_inputs=offload.activations.cast_inputs,
+    )
+
+
+def _with_budget(trace: Trace, config: Config, share_of: Callable[[], float]) -> TracedStep:
+    """Return the trace between those of recompute and of keeping all: its work in proportion to the
+    budget, its memory to what compiled layers save."""
+    budget = config.offload.activations.compiled_budget or 0.0
     offload = config.offload.replace(activation="recompute", activation_budget=None)
     again = trace(replace(config, offload=offload))
-    offload = offload.replace(activation="keep", recompute_blocks=None)
-    return between(again, trace(replace(config, offload=offload)), share)
+    keep = trace(replace(config, offload=offload.replace(activation="keep", recompute_blocks=None)))
+    memory = between(again, keep, share_of())
+    return replace(memory, blocks=between(again, keep, budget).blocks)
 
 
 def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
@@ -253,8 +282,19 @@ class ShapeTrace:
         Raises:
             PlanError: the model has no such shape as the transformer.
         """
+        batch = self._microbatch(config)
         if _has_budget(config):
-            return _with_budget(self, config)
+            few = replace(batch, samples=min(batch.samples, _FEW))
+            of_layers = _options_of_layers(config.offload)
+            return _with_budget(self, config, partial(_share_of_shape, few, of_layers))
+        most = max(_MOST_TOKENS // batch.seq_len, _FEW)
+        if batch.samples <= most:
+            return traced_microbatch(batch)
+        small = traced_microbatch(replace(batch, samples=most // 2))
+        large = traced_microbatch(replace(batch, samples=most))
+        return between(small, large, (batch.samples - most // 2) / (most - most // 2))
+
+    def _microbatch(self, config: Config) -> Microbatch:
         train, shape = config.train, config.rank_shape
         shape = replace(shape, max_seq_len=max(shape.max_seq_len, config.data.seq_len))
         options = traced_options(config.offload)
@@ -266,7 +306,7 @@ class ShapeTrace:
             options = options.replace(keep_fp32=())
         if self.divided_inputs:  # they leave autograd for memory of the engine
             options = options.replace(activation="offload")
-        batch = Microbatch(
+        return Microbatch(
             shape,
             config.stage,
             train.micro_batch,
@@ -277,12 +317,6 @@ class ShapeTrace:
             self.on_cpu,
             config.data.varlen_attention,
         )
-        most = max(_MOST_TOKENS // batch.seq_len, _FEW)
-        if batch.samples <= most:
-            return traced_microbatch(batch)
-        small = traced_microbatch(replace(batch, samples=most // 2))
-        large = traced_microbatch(replace(batch, samples=most))
-        return between(small, large, (batch.samples - most // 2) / (most - most // 2))
 
 
 def _with_possible_heads(shape: ModelShape) -> ModelShape:
@@ -301,6 +335,12 @@ class _MeanLoad(Experts):
 
     def forward(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
         return self._computed(rows_MD, self.up, self.down, ends_E[: len(self.up)])
+
+
+@lru_cache(maxsize=512)
+def _share_of_shape(batch: Microbatch, options: OffloadConfig) -> float:
+    model = batch.model(replace(batch.shape, num_layers=2))  # alike; a list has two or more
+    return saved_share(model, batch.loss, options, on_cpu=batch.on_cpu)
 
 
 @lru_cache(maxsize=512)

@@ -222,7 +222,7 @@ def test_compute_is_busy_until_a_compiled_backward_has_run(
     deliver = Gradients.deliver
 
     def watched(gradients: Gradients, block: Block, slot: Slot) -> Any:
-        if block.repeated and gradients._deliveries[block].arrived == 0:
+        if block.spec.repeated and gradients._deliveries[block].arrived == 0:
             open_spans.append(bool(block.graphs.spans))
         return deliver(gradients, block, slot)
 

@@ -115,7 +115,7 @@ def test_a_write_without_synchronize_is_no_damage_and_hides_none(disk: dict[str,
     model, tokens = optimizer.model, batches(4)
     for batch in tokens[:2]:
         train(optimizer, model, [batch])
-    bucket = [b for block in optimizer._blocks if block.repeated for b in block.buckets][-1]
+    bucket = [b for block in optimizer._blocks if block.spec.repeated for b in block.buckets][-1]
     optimizer.state[bucket.slots[0].param]["exp_avg"].fill_(1.0)
     train(optimizer, model, [tokens[2]])
     _flip(bucket.state[1].flat)
@@ -168,7 +168,7 @@ def offloaded(model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
 def flip_a_bit(optimizer: ot.OffloadOptimizer, field: str) -> str:
     """Flip one bit of a field of the last bucket of a repeated block: its state is in no slot.
     Returns the bucket's name."""
-    bucket = [b for block in optimizer._blocks if block.repeated for b in block.buckets][-1]
+    bucket = [b for block in optimizer._blocks if block.spec.repeated for b in block.buckets][-1]
     _flip(_file_of(bucket, field))
     return bucket.name
 

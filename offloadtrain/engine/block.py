@@ -29,6 +29,7 @@ from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 from offloadtrain.runtime.process_group import ALONE, lost
 from offloadtrain.runtime.tensor_parts import LocalPart
+from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.program.operations import Enter, Flip, Leave, Operation, Renew, Swap
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError
@@ -285,13 +286,10 @@ class Block:
     """The unit of residence: the parameters that one module's forward uses as one.
 
     Attributes:
+        spec: its kind, and the sizes and formats of its buckets.
         buckets: the trained ones.
         frozen: the frozen ones, where the block may be streamed: they are loaded with the others.
-        repeated: one of several alike that are used one after the other: it can be streamed.
-        leaf: see `Part`; in ZeRO stage 3 it can be streamed.
-        recomputed: its forward runs again in backward.
         compiled: torch compiles its forward.
-        then: see `BlockSpec`.
         streamed: its weights are loaded into a device slot for their use.
         source: brings its weights to where compute reads them.
         forwards: the number of its forwards that are running.
@@ -301,26 +299,18 @@ class Block:
 
     def __init__(
         self,
-        name: str,
+        spec: BlockSpec,
         module: nn.Module,
         buckets: tuple[Bucket, ...],
+        frozen: tuple[Bucket, ...],
         lanes: Lanes,
         *,
-        frozen: tuple[Bucket, ...] = (),
-        repeated: bool = False,
-        leaf: bool = False,
-        recomputed: bool = False,
-        compiled: bool = False,
+        compiled: bool,
     ) -> None:
-        self.name = name or "root"
+        self.spec, self.name = spec, spec.name
         self.module = module
-        self.buckets = buckets
-        self.frozen = frozen
-        self.repeated = repeated
-        self.recomputed = recomputed
+        self.buckets, self.frozen = buckets, frozen
         self.compiled = compiled
-        self.leaf = leaf
-        self.then: tuple[str, ...] = ()
         self.streamed = False
         self.source: Source
         self.forwards = 0
@@ -524,7 +514,7 @@ class Residency(Source):
 
     def waits_with_model(self, block: Block) -> bool:
         # All layers at once would need as many slots.
-        return not (block.views.asks or block.repeated)
+        return not (block.views.asks or block.spec.repeated)
 
     def passed(self, clock: int) -> dict[Block, int]:
         """Backward has reached a node that saved a tensor at `clock`: release the pins of blocks

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -206,15 +206,7 @@ def lay_out(
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
     """
     spec = placement.lay_out(
-        [
-            BlockSpec(
-                block.name,
-                tuple(bucket.spec for bucket in block.buckets),
-                tuple(bucket.spec for bucket in block.frozen),
-                *(block.repeated, block.leaf, block.recomputed, block.then),
-            )
-            for block in blocks
-        ],
+        [block.spec for block in blocks],
         config,
         ranks=division.replicas.size,
         num_tensors=division.first + sum(1 for _ in model.parameters()),
@@ -226,14 +218,13 @@ def lay_out(
         parts=division.parts.size,
     )
     placement.check_host_limit(spec)
-    laid_out = {bucket.name: bucket for block in spec.blocks for bucket in block.all_buckets}
-    for block in blocks:
-        for bucket in block.buckets:
-            bucket.spec = laid_out[bucket.name]
-        block.streamed = block.name in spec.streamed
+    for block, laid_out in zip(blocks, spec.blocks, strict=True):
+        block.spec, block.streamed = laid_out, block.name in spec.streamed
+        for bucket, bucket_spec in zip(block.buckets, laid_out.buckets, strict=True):
+            bucket.spec = bucket_spec
         block.graphs.versions = spec.versions_on_device(block.name)
         # Frozen weights of a block that stays on the device are no bucket: they never move.
-        block.frozen = tuple(bucket for bucket in block.frozen if bucket.name in laid_out)
+        block.frozen = block.frozen if laid_out.frozen else ()
     return spec
 
 
@@ -284,17 +275,17 @@ def make_blocks(
         ]
         frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, division, {})
         if buckets or frozen:
-            kind = {
-                "repeated": part.repeated,
-                "leaf": part.leaf,
-                "recomputed": part in again,
-                "compiled": (part.repeated and config.compile_blocks) or has_compiled(part.module),
-            }
-            block = Block(label, part.module, buckets, lanes, frozen=frozen, **kind)
+            trained_specs = tuple(bucket.spec for bucket in buckets)
+            frozen_specs = tuple(bucket.spec for bucket in frozen)
+            kind = part.repeated, part.leaf, part in again
+            spec = BlockSpec(label, trained_specs, frozen_specs, *kind)
+            compiled = (part.repeated and config.compile_blocks) or has_compiled(part.module)
+            block = Block(spec, part.module, buckets, frozen, lanes, compiled=compiled)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))
         if blocks:
-            blocks[-1].then += tuple(name or root for name in part.tied)
+            then = *blocks[-1].spec.then, *(name or root for name in part.tied)
+            blocks[-1].spec = replace(blocks[-1].spec, then=then)
     # Which names of a user's modules can cause.
     counts = Counter(bucket.name for block in blocks for bucket in block.all_buckets)
     if (twice := next((name for name, count in counts.items() if count > 1), None)) is not None:

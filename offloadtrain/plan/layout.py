@@ -194,18 +194,7 @@ def _blocks(
         Division(replicas=Ranks.fake(ranks, expert_parts=expert_parts)),
         SequentialLanes(),
     )
-    return tuple(
-        BlockSpec(
-            block.name,
-            tuple(bucket.spec for bucket in block.buckets),
-            tuple(bucket.spec for bucket in block.frozen),
-            block.repeated,
-            block.leaf,
-            block.recomputed,
-            block.then,
-        )
-        for block in blocks
-    )
+    return tuple(block.spec for block in blocks)
 
 
 def _parameter(shape: ParamShape) -> nn.Parameter:

@@ -32,7 +32,7 @@ STAGE_3: dict[str, Any] = {"zero_stage": 3, "device": "cpu"}
 def streamed_blocks(*, tied: bool = False, **options: Any) -> tuple[list[str], dict[str, int], int]:
     """Streamed blocks outside of layers, what the device holds, and the bytes of all of them."""
     optimizer = ot.offload(Chain(tied=tied), **STAGE_3, **options)
-    outside = [block for block in optimizer._blocks if not block.repeated]
+    outside = [block for block in optimizer._blocks if not block.spec.repeated]
     on_device = {row.owner: row.bytes for row in optimizer.ledger.rows() if row.tier == "device"}
     total = sum(bucket.numel for block in outside for bucket in block.all_buckets) * 2
     names = [block.name for block in outside if block.streamed]

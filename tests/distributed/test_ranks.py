@@ -58,7 +58,7 @@ def figures_of(depth: int, steps: int, **options: Any) -> dict[str, float]:
     of_blocks = {
         block.name: sum(bucket.numel for bucket in block.buckets) for block in optimizer._blocks
     }
-    repeated = [block.name for block in optimizer._blocks if block.repeated]
+    repeated = [block.name for block in optimizer._blocks if block.spec.repeated]
     rows = optimizer.ledger.rows()
     figures = {
         "elements": sum(of_blocks.values()),

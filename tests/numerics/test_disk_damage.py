@@ -152,7 +152,7 @@ def offloaded(model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
 def flip_a_bit(optimizer: ot.OffloadOptimizer, field: str) -> str:
     """Flip one bit of a field of the last bucket of a repeated block: its state is in no slot.
     Returns the bucket's name."""
-    bucket = [b for block in optimizer._blocks if block.repeated for b in block.buckets][-1]
+    bucket = [b for block in optimizer._blocks if block.spec.repeated for b in block.buckets][-1]
     _flip(_file_of(bucket, field))
     return bucket.name
 

@@ -98,7 +98,7 @@ def test_they_count_in_the_limits() -> None:
         offload(host_memory_limit=needed // 2)
     layer = sum(p.numel() for p in Adapted().parameters()) * 2
     some = offload(device_memory_limit=on_device + 6 * layer)
-    stay = [block for block in some._blocks if block.repeated and not block.streamed]
+    stay = [block for block in some._blocks if block.spec.repeated and not block.streamed]
     assert 3 <= len(stay) <= 6
     some.close()
 

@@ -166,7 +166,7 @@ def test_buckets_larger_than_a_staging_slot_go_in_pieces(
         sizes = [b.numel * b.dtype.itemsize for block in blocks for b in block.buckets]
         return min(-(-max(sizes, default=0) // 1000) + 1, most)
 
-    layers = [block for block in optimizer._blocks if block.repeated]
+    layers = [block for block in optimizer._blocks if block.spec.repeated]
     expected = max(slots(list(optimizer._blocks), 8), slots(layers, 32))
     assert bytes_of["gradient staging"] == 1000 * expected
     assert bytes_of.get("host staging", 2000) == 2000

@@ -353,7 +353,7 @@ class SavedTensors:
 
 
 def _raise_absent(block: Block, _: Tensor) -> NoReturn:
-    option = "more resident_blocks" if block.repeated else f'keep_whole = ["{block.name}"]'
+    option = "more resident_blocks" if block.spec.repeated else f'keep_whole = ["{block.name}"]'
     raise StreamError(
         f"weights of block '{block.name}' are read outside its forward, while they are on the "
         "host, or in shards: only modules that are called can be streamed. Leave this one on the "

@@ -9,7 +9,7 @@ that step t-1 has used: its last backward is over when its norm is known. Only w
 views of changes later, when the first forward of step t+1 begins (`flush`). Graphs in flight keep
 the memory that they were built with. The last stage has no microbatch in flight then and needs one
 version, as Delayed does. A backward of step t after that forward may run forwards again
-(recompute): `turn` gives it the version that they have read.
+(recompute): `switch_version` gives it the version that they have read.
 
 Of a streamed block both versions are where its loads read them, on the host or as shards on the
 device, and a slot holds one of them at a time: what is in a slot when compute turns to the other
@@ -26,7 +26,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from offloadtrain.step.program.places import BlockRefs
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.program.operations import Kind, Lane
+from offloadtrain.step.program.places import BlockRefs, BucketRefs
 from offloadtrain.step.program.updates import Decision, Exact, Speculation, UpdatePath
 
 
@@ -44,7 +46,7 @@ class TwoVersions(Exact):
         if not decision.skipped:
             for bucket in (bucket for _, buckets in order for bucket in buckets):
                 # All of them before the first update: a load waits for its block's copy only.
-                self._updates.keep(bucket)
+                self._keep(bucket)
                 bucket.updates_other_version = True
             # These uploads wait for compute so far, the last readers of the version before among
             # it, and run concurrently with what compute is given from here on.
@@ -55,22 +57,43 @@ class TwoVersions(Exact):
 
     def detach_weights(self, order: Sequence[BlockRefs]) -> None:
         for bucket in (bucket for _, buckets in order for bucket in buckets):
-            self._updates.keep(bucket)
+            self._keep(bucket)
 
     def defer(self, order: Sequence[BlockRefs]) -> None:
-        self._updates.defer_to_other_version(order)
+        self._updates.renew_weights_in_use(order)
+        for bucket in (bucket for _, buckets in order for bucket in buckets):
+            bucket.updates_other_version = True
+        self._updates.emit(order)
         self._hidden = order
 
     def flush(self) -> None:
         if not self._hidden:  # the step was skipped
             return
         self._shown, self._hidden = self._hidden, ()
-        self._updates.show(self._shown)
+        for bucket in (bucket for _, buckets in self._shown for bucket in buckets):
+            self._updates.publish_weights(bucket)
+        # The next use waits for the uploads; graphs keep the version that they were built with.
+        self._updates.enter_version(self._shown, 1)
         self.version += 1
 
     def switch_version(self, *, to_previous: bool) -> None:
-        self._updates.switch_version(self._shown, to_previous=to_previous)
-        self.version += -1 if to_previous else 1
+        for bucket in (bucket for _, buckets in self._shown for bucket in buckets):
+            self._updates.switch_version(bucket)
+        # No upload is on its way to either version: the step whose backwards read the one before is
+        # not decided. Compute has waited for both.
+        by = -1 if to_previous else 1
+        self._updates.enter_version(self._shown, by)
+        self.version += by
+
+    def _keep(self, bucket: BucketRefs) -> None:
+        """The state is about to change: loads read a snapshot of the weights in use from now on."""
+        # Of two versions, loads read the one in the state, which the next update overwrites.
+        if bucket.loads_in_turn and bucket.load_source.memory is Memory.STATE:
+            # Host, during forward: waits for loads in flight of the version before; the next loads
+            # of the block wait for it.
+            snapshot = bucket.ref(Memory.SNAPSHOT)
+            self._updates.launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, snapshot)
+            self._updates.switch_version(bucket)
 
 
 def rows_without_flush(stage: int, stages: int) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def _metered(model: nn.Module, loss_of: Loss, options: OffloadConfig, meter: Met
             )
         with engine.micro_step():
             engine.scaled(loss).backward()
-    repeated = {block.name for block in blocks if block.repeated}
+    repeated = {block.name for block in blocks if block.spec.repeated}
     return [moment_of(segment, repeated) for segment in meter.segments]
 
 

@@ -38,6 +38,7 @@ from offloadtrain.runtime.lanes.base import (
     views,
 )
 from offloadtrain.runtime.lanes.queues import (
+    LaneQueue,
     PythonQueue,
     QueuedLanes,
     Worker,
@@ -131,12 +132,8 @@ class CudaLanes(QueuedLanes):
         worker = self._workers.get(lane)
         # A lane with a thread waits there: what is after the wait in its queue is held back, and
         # this thread goes on launching.
-        if lane in self._queues and event.cuda is None:
-            self._queues[lane].wait(event.issued)
-        elif lane in self._queues:
-            # For a copy, the queue's thread blocks on the CUDA event itself.
-            block = partial(self._block_on, event)
-            self._queues[lane].wait_event(event.issued, event.handle, block)
+        if lane in self._queues:
+            self._queue_waits(self._queues[lane], event)
         # Queued with the next launch, which it holds back: one task wakes the thread, not two.
         elif worker is not None:
             self._awaited[lane].append(event)
@@ -187,6 +184,13 @@ class CudaLanes(QueuedLanes):
         if lane is not Lane.LOAD or worker.pending() or self.copies_block:
             return False
         return all(event.issued.is_set() for event in self._awaited[lane])
+
+    def _queue_waits(self, queue: LaneQueue, event: StreamEvent) -> None:
+        # On the queue's thread: for a copy, it blocks on the CUDA event itself.
+        if event.cuda is None:
+            queue.wait(event.issued)
+        else:
+            queue.wait_event(event.issued, event.handle, lambda: self._block_on(event))
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
         awaited = StreamEvent.own(event)

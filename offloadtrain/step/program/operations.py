@@ -370,7 +370,8 @@ class Renew(NamedTuple):
     """A block's weights change: graphs built before are stale.
 
     Attributes:
-        by: -1: compute reads the version before again; see `Program.turn`.
+        by: -1: compute reads the version before again; see
+            `Program.switch_version`.
     """
 
     block: str

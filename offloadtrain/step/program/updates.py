@@ -198,11 +198,11 @@ class UpdatePath:
             file = bucket.sources[bucket.version - 1]  # the other one, if there are two
             # disk_write, during the update of the next bucket. It waits for Adam, and for loads of
             # what the file held before; the next load waits for it.
-            self._launch(Kind.WRITE_WEIGHTS, Lane.DISK_WRITE, bucket, staged, file)
+            self.launch(Kind.WRITE_WEIGHTS, Lane.DISK_WRITE, bucket, staged, file)
         if bucket.spec.format.holds_weight and bucket.has(Memory.PENDING):
             # Host, after its Adam: waits for the last upload, or for loads in flight, of the
             # weights before.
-            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
+            self.launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
 
     def read_ahead(self, order: Iterable[BlockRefs]) -> None:
         """Fill the slots with the state that the next update begins with, which has this order."""
@@ -232,32 +232,9 @@ class UpdatePath:
             if self._streaming.slots:
                 self._streaming.drop(block)
 
-    def keep(self, bucket: BucketRefs) -> None:
-        """The state is about to change: loads read a snapshot of the weights in use from now on."""
-        # Of two versions, loads read the one in the state, which the next update overwrites.
-        if bucket.loads_in_turn and bucket.load_source.memory is Memory.STATE:
-            # Host, during forward: waits for loads in flight of the version before; the next loads
-            # of the block wait for it.
-            snapshot = bucket.ref(Memory.SNAPSHOT)
-            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, snapshot)
-            self._switch_version(bucket)
-
-    def show(self, blocks: Sequence[BlockRefs]) -> None:
-        """Let compute read the newest version of these blocks' weights, which is the other one."""
-        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            self._publish_weights(bucket)
-        # The next use waits for the uploads; graphs keep the version that they were built with.
-        self._enter(blocks, 1)
-
-    def switch_version(self, blocks: Sequence[BlockRefs], *, to_previous: bool) -> None:
-        """Let compute read the previous version of the weights shown last, or the newest again."""
-        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            self._switch_version(bucket)
-        # No upload is on its way to either version: the step whose backwards read the one before is
-        # not decided. Compute has waited for both.
-        self._enter(blocks, -1 if to_previous else 1)
-
-    def _enter(self, blocks: Iterable[BlockRefs], by: int) -> None:
+    def enter_version(self, blocks: Iterable[BlockRefs], by: int) -> None:
+        """Let parameters be the version of the weights that compute reads from here on; `by`: see
+        `Renew`."""
         for block, buckets in (entry for entry in blocks if entry[1]):
             if self._streaming.loads(block):
                 # A slot holds the version that was loaded: the next use loads the other.
@@ -266,12 +243,13 @@ class UpdatePath:
                 self._order.operations.append(Enter(block, buckets[0].version))
             self._order.operations.append(Renew(block, by))
 
-    def _switch_version(self, bucket: BucketRefs) -> None:
+    def switch_version(self, bucket: BucketRefs) -> None:
+        """Compute, or its loads, read the other of two versions of the weights from here on."""
         bucket.version = 1 - bucket.version
         if bucket.sources:
             self._order.operations.append(Flip(bucket.name))
 
-    def _publish_weights(self, bucket: BucketRefs) -> None:
+    def publish_weights(self, bucket: BucketRefs) -> None:
         """Compute, or its loads, read the new weights from here on."""
         before, bucket.version = bucket.version, bucket.newest_version
         bucket.updates_other_version = False
@@ -296,17 +274,10 @@ class UpdatePath:
     def defer(self, blocks: Sequence[BlockRefs]) -> dict[str, list[tuple[BucketRefs, Ref]]]:
         """Round the masters and leave the result on the host: the caller has set other weights in
         the memory that compute or loads read. Return block → where the new weights wait."""
-        self._renew_weights_in_use(blocks)
+        self.renew_weights_in_use(blocks)
         return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
 
-    def defer_to_other_version(self, blocks: Sequence[BlockRefs]) -> None:
-        """Like `defer`, with two versions of the weights: upload the masters into the other one."""
-        self._renew_weights_in_use(blocks)
-        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            bucket.updates_other_version = True
-        self.emit(blocks)
-
-    def _renew_weights_in_use(self, blocks: Sequence[BlockRefs]) -> None:
+    def renew_weights_in_use(self, blocks: Sequence[BlockRefs]) -> None:
         """The caller has written the weights that compute or loads read."""
         # It wrote on compute, which no launch declares: collectives wait for it.
         self.end_backward(blocks)
@@ -332,25 +303,25 @@ class UpdatePath:
                 # Written after its Adam. Loads launched so far read the version before, and of a
                 # single one what was written last.
                 if len(bucket.sources) > 1:
-                    self._switch_version(bucket)
+                    self.switch_version(bucket)
             case WeightRoute.IN_TURN:
                 # Loads read the staged weights themselves and wait for Adam.
                 if not bucket.updates_other_version:
-                    self._publish_weights(bucket)
+                    self.publish_weights(bucket)
             case WeightRoute.SNAPSHOT:
                 # Host, after its Adam: waits for loads in flight of the old snapshot.
                 snapshot = bucket.ref(Memory.SNAPSHOT)
-                self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, snapshot)
+                self.launch(Kind.PUBLISH, Lane.HOST, bucket, staged, snapshot)
             case WeightRoute.ON_DEVICE:
                 # update, during compute: waits for backward's last read of the old weights.
                 if staged != bucket.upload_target:
-                    self._launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
+                    self.launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
                 self._gather(bucket)
             case WeightRoute.UPLOAD:
                 # h2d, during Adam of the next bucket and forward of the blocks before: forward
                 # waits for its own block only. The next copy down waits until the staged weights
                 # are read.
-                self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
+                self.launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
                 self._gather(bucket)
 
     def _gather(self, bucket: BucketRefs) -> None:
@@ -389,7 +360,7 @@ class UpdatePath:
         self._keep_weight(bucket, staged)
         return staged
 
-    def _launch(self, kind: Kind, lane: Lane, bucket: BucketRefs, read: Ref, written: Ref) -> None:
+    def launch(self, kind: Kind, lane: Lane, bucket: BucketRefs, read: Ref, written: Ref) -> None:
         # The callers say when it runs and what waits for it.
         self._order.launch(Launch(kind, lane, bucket.name, (read,), (written,)))
 

@@ -34,7 +34,8 @@ from offloadtrain.step.layout import formats
 from offloadtrain.step.layout.formats import FP32, INT8, SPLIT16, Field, StateFormat
 
 Draw = Callable[[], Tensor]
-"""Makes (n,) int64, uniform in [0, 2^32): a function of seed, step, parameter and element."""
+"""Makes (n,) int64, uniform in [0, 2^32): a function of seed, step, parameter and element. The
+compiled update of the shipped formats makes the same bits as int32."""
 
 Change = Callable[[Tensor, list[Tensor], Tensor], object]
 """One step in place: (master, moments, gradient), all (n,) fp32; the gradient is scratch."""

@@ -306,6 +306,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except CycloptsError as error:
         print(_wrong_usage(error), file=sys.stderr)
         return USAGE
+    except SystemExit as exit_request:  # the command has printed the error
+        return USAGE if exit_request.code else DONE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED

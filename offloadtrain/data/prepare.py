@@ -320,7 +320,7 @@ class _Tally:
         for number, problem in encoded.bad:
             bad_line = f"{where}{self._lines + number + 1}: {problem}"
             if not reading.keep_going:
-                if self.highest >= 0:  # else all may be like it
+                if self.highest >= 0:  # without a good record before it, all may be bad
                     bad_line += (
                         "\nCorrect it, or let `prepare --bad-lines skip` leave such records out: "
                         "it counts them"

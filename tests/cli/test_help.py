@@ -60,6 +60,7 @@ WRONG_USE = [
     (["prepare", "--out", "a", "b"], "--out. Arguments are given without names: offloadtrain prep"),
     (["ctl", "--RUN=a"], "without names: offloadtrain ctl RUN ACTION MESSAGE"),
     (["nope"] * 9, 'Unknown command "nope"'),
+    (["tui", "--screenshot", "a.svg", "--size", "wide"], "--size wide: give columns and lines"),
     (["train", "dmo"], "did you mean demo"),
     (["train", "absent.toml"], "absent.toml"),
     (["train", "demo", "--set", "optim.lrr=1"], "did you mean lr"),

@@ -98,6 +98,20 @@ def loss_of(model: torch.nn.Module) -> Tensor:
     return loss
 
 
+def test_layers_that_cannot_be_asked_about_are_planned_by_the_budget_and_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no partition")
+
+    options = OffloadConfig(precision="fp32", activation_budget=0.3, **COMPILED)
+    partitioner = "torch._functorch.partitioners.min_cut_rematerialization_partition"
+    monkeypatch.setattr(partitioner, refuse)
+    assert saved_share(Transformer(LLAMA), loss_of, options, on_cpu=False) == 0.3
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "compiled TransformerBlock saves is not known (RuntimeError: no partition)" in warning
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.2, 0.6, 1.0])
 @pytest.mark.parametrize("shape", [GPT, LLAMA, replace(GPT, dropout=0.1)])

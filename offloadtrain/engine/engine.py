@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -245,7 +245,6 @@ class Engine:
             program, gradients, norm_measure, self.guard, self.reports, self.drain
         )
         self._has_stepped = False
-        self._agreed_order: list[str] = []
         self.successor: Callable[[], Engine | None] = lambda: None
         """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
@@ -253,18 +252,21 @@ class Engine:
 
     def _forward_order(self) -> list[str]:
         """Return the blocks in the order in which their weights go up, that of forward. Among ranks
-        it is rank 0's, on which their first step agrees in a collective."""
-        if not self._agreed_order:
-            names = [*self.residency.blocks]
-            used = (block.name for block in self.residency.forward_order)
-            # Blocks that forward has never entered come last.
-            order = list(dict.fromkeys((*used, *names)))
-            if self._ranks.is_single:
-                return order
-            numbers = [*map(names.index, order)]
-            agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
-            self._agreed_order = [names[int(number)] for number in agreed]
-        return self._agreed_order
+        it is rank 0's."""
+        return self._used_order() if self._ranks.is_single else self._agreed_order
+
+    def _used_order(self) -> list[str]:
+        # Blocks that forward has never entered come last.
+        used = (block.name for block in self.residency.forward_order)
+        return list(dict.fromkeys((*used, *self.residency.blocks)))
+
+    @cached_property
+    def _agreed_order(self) -> list[str]:
+        """A collective: the first step of several ranks agrees on it."""
+        names = [*self.residency.blocks]
+        numbers = [*map(names.index, self._used_order())]
+        agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
+        return [names[int(number)] for number in agreed]
 
     @property
     def counter(self) -> StepCounter:

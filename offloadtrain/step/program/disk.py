@@ -34,7 +34,7 @@ from offloadtrain.step.program.places import BucketRefs
 
 
 class DiskPath:
-    """Gives slots to buckets whose state is on the disk; does nothing for other buckets.
+    """Gives slots to buckets whose state is on the disk.
 
     Attributes:
         count: the number of slots.
@@ -49,7 +49,7 @@ class DiskPath:
 
     def read(self, bucket: BucketRefs) -> None:
         """Launch what brings the state into a slot, unless it is in one."""
-        if not bucket.state_files or bucket in self._slots:
+        if bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -99,7 +99,8 @@ class SavePath:
     def save(self) -> None:
         """Launch the writes of everything, and the copies of what is written from the spill."""
         for bucket in self._trained:
-            self._disk.read(bucket)
+            if bucket.state_files:
+                self._disk.read(bucket)
             # What the spill does not hold. All of a field, though its end is in the spill: a window
             # of the file may go on into it.
             ends = {part.field: part.lo for part in bucket.spilled}
@@ -128,7 +129,8 @@ class SavePath:
     def average(self) -> None:
         """Launch what reads the masters for a moving average."""
         for bucket in self._trained:
-            self._disk.read(bucket)
+            if bucket.state_files:
+                self._disk.read(bucket)
             # On the host after the updates of all buckets, whose lane it is, and beside the next
             # forward. From the device beside its next steps: the bucket's next update waits for it.
             lane = Lane.HOST if bucket.lane is Lane.HOST else Lane.WRITE

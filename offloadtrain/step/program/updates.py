@@ -123,7 +123,8 @@ class UpdatePath:
         """Launch the operations before `adam`, for matrices; see [Note: Matrices]."""
         if bucket.directions is None:
             return
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, while the device works on the matrices of the previous block. It waits for the last
@@ -166,7 +167,8 @@ class UpdatePath:
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
         """Launch the update of a bucket, for matrices after `begin`; return where the new working
         weights are staged."""
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
@@ -347,7 +349,8 @@ class UpdatePath:
         # The weights that loads read are those in the state's file.
         if bucket.source_kind is Memory.STATE_FILE:
             return bucket.load_source
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         # The new weights may lie over the gradient, which nothing needs any more.
         self._gradients.acquire(bucket.gradient, keep=False)
         staged = self._staged(bucket)

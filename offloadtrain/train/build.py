@@ -105,6 +105,10 @@ def assemble(
     """
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
+    trained_on = "" if resumed is None else resumed.tokenizer
+    if trained_on == tokenizer("bytes").identity and not job.data.tokenizer:
+        # Jobs did not always take the tokenizer of their weights.
+        job = replace(job, data=replace(job.data, tokenizer="bytes"))
     set_up_torch(job, device, rank_info, resumed)
     kernels.start_threads()
     for name in POOLS:
@@ -128,7 +132,7 @@ def assemble(
         on_verify=on_verify,
     )
     _check_same_job(job, train_tokens, ranks)
-    check_tokenizers(job, train_tokens, val_tokens)
+    check_tokenizers(job, train_tokens, val_tokens, trained_on)
     model, optimizer, pipelined = _offloaded(config, job.model, device, mesh)
     replicas = mesh.replicas.everyone
     return TrainingContext(
@@ -478,8 +482,13 @@ def _tokenizer_of_weights(config: Config) -> str:
     return ""
 
 
-def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) -> None:
+def check_tokenizers(
+    config: Config, train: TokenFile, val: TokenFile | None, trained_on: str = ""
+) -> None:
     """
+    Args:
+        trained_on: identity of the tokenizer that a resumed run was trained on.
+
     Raises:
         ConfigError: the files are known not to be of one tokenizer, or not of the job's; or the
             text generated after the last step could not be decoded.
@@ -496,7 +505,8 @@ def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) ->
             f"data.tokenizer = {wanted}, but {train.path} was prepared with another one "
             f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
         )
-    if identity and not wanted and (folder := _tokenizer_of_weights(config)):
+    is_new = identity not in ("", trained_on)
+    if is_new and not wanted and (folder := _tokenizer_of_weights(config)):
         with suppress(DataError):  # one that cannot be read here
             if tokenizer(folder).identity != identity:
                 raise ConfigError(

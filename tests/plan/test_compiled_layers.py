@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import networkx
 import pytest
 import torch
 from torch import Tensor
@@ -110,6 +112,20 @@ def test_layers_that_cannot_be_asked_about_are_planned_by_the_budget_and_reporte
     assert saved_share(Transformer(LLAMA), loss_of, options, on_cpu=False) == 0.3
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "compiled TransformerBlock saves is not known (RuntimeError: no partition)" in warning
+
+
+def test_a_failure_of_the_partitioner_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(graph: networkx.DiGraph[str], *args: object) -> None:
+        graph.add_edge("source", "sink", capacity=math.inf)  # what torch then looks for
+        raise networkx.NetworkXUnbounded
+
+    monkeypatch.setattr(networkx, "minimum_cut", refuse)
+    monkeypatch.chdir(tmp_path)
+    options = OffloadConfig(precision="fp32", activation_budget=0.3, **COMPILED)
+    assert saved_share(Transformer(LLAMA), loss_of, options, on_cpu=False) == 0.3
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

@@ -159,28 +159,26 @@ struct Scale {
   }
 };
 
-// Computes the codes of moments, each above kShift lower bits that are to be cut off.
+// Computes the codes of moments, each above kShift lower bits that are to be cut off. Made once per call,
+// for its variables. `inverse`: Scale::inverse of the block.
 class Encoder {
  public:
-  Encoder(float first_inverse, float second_inverse)
-      : first_inverse_(first_inverse), second_inverse_(second_inverse) {}
-
   // With the sign in bit 31. An element's lowest 8 random bits are for its master; the next 12 are right below
   // the cut of this code already.
   template <int kElement>
-  OT_INLINE u32 first(const Block& block, i32 i) const {
+  OT_INLINE u32 first(const Block& block, i32 i, float inverse) const {
     static_assert(SignedCode::kShift == 8 + 12);
     const float m = block.first[kElement][i];
     const float one = float_of((bits_of(m) & sign_) | one_);
-    const u32 widened = bits_of(__builtin_fmaf(m, first_inverse_, one));
+    const u32 widened = bits_of(__builtin_fmaf(m, inverse, one));
     return widened + ((block.random[kElement][i] & random_) | first_added_);
   }
 
   // Takes the highest 12 random bits.
   template <int kElement>
-  OT_INLINE u32 second(const Block& block, i32 i) const {
+  OT_INLINE u32 second(const Block& block, i32 i, float inverse) const {
     static_assert(UnsignedCode::kShift == SignedCode::kShift);
-    const u32 widened = bits_of(__builtin_fmaf(block.second[kElement][i], second_inverse_, 1.0f));
+    const u32 widened = bits_of(__builtin_fmaf(block.second[kElement][i], inverse, 1.0f));
     constexpr u32 least = UnsignedCode::kOne + (1u << UnsignedCode::kShift);  // of code 1
     const u32 raised = static_cast<u32>(larger(static_cast<i32>(widened), static_cast<i32>(least)));
     const u32 random = block.random[kElement][i] >> (32 - UnsignedCode::kShift);
@@ -188,27 +186,28 @@ class Encoder {
   }
 
  private:
-  float first_inverse_, second_inverse_;
   u32 sign_ = variable(kSign), one_ = variable(SignedCode::kOne), random_ = variable(SignedCode::kRandom);
   u32 first_added_ = variable(SignedCode::added(0)), second_added_ = variable(UnsignedCode::added(1));
 };
 
 // The last pass: the moments, once their scales are known.
 template <int kMoments>
-OT_INLINE void int8_codes(const Block& block, float first_inverse, float second_inverse,
+OT_INLINE void int8_codes(const Encoder& given, const Block& block, float first_inverse, float second_inverse,
                           const Int8State& out) {
   const Int8State fresh = out;
-  const Encoder encoder(first_inverse, second_inverse);
+  const Encoder encoder = given;
   OT_INDEPENDENT
   for (i32 i = 0; i < kQuads; ++i) {
     if constexpr (kMoments > 0) {
-      const u32 a = encoder.first<0>(block, i), b = encoder.first<1>(block, i);
-      const u32 c = encoder.first<2>(block, i), d = encoder.first<3>(block, i);
+      const u32 a = encoder.first<0>(block, i, first_inverse), b = encoder.first<1>(block, i, first_inverse);
+      const u32 c = encoder.first<2>(block, i, first_inverse), d = encoder.first<3>(block, i, first_inverse);
       set_word(fresh.first, i, word_of_signed_bytes<SignedCode::kShift>(a, b, c, d));
     }
     if constexpr (kMoments > 1) {
-      const u32 a = encoder.second<0>(block, i), b = encoder.second<1>(block, i);
-      const u32 c = encoder.second<2>(block, i), d = encoder.second<3>(block, i);
+      const u32 a = encoder.second<0>(block, i, second_inverse);
+      const u32 b = encoder.second<1>(block, i, second_inverse);
+      const u32 c = encoder.second<2>(block, i, second_inverse);
+      const u32 d = encoder.second<3>(block, i, second_inverse);
       set_word(fresh.second, i, word_of_bytes<UnsignedCode::kShift>(a, b, c, d));
     }
   }
@@ -229,8 +228,9 @@ Int8State at(const Int8State& s, i64 lo) {
 }
 
 template <typename Grad, typename Weight, typename Rule>
-OT_INLINE void int8_block(const Rule& rule, const Random& random, Products& products, u32 element,
-                          const Int8State& in, const Int8State& out, const typename Grad::Storage* grad) {
+OT_INLINE void int8_block(const Rule& rule, const Random& random, const Encoder& encoder,
+                          Products& products, u32 element, const Int8State& in, const Int8State& out,
+                          const typename Grad::Storage* grad) {
   Block block;
   const u32 shifted = random.shifted(element);  // kBlock divides element
   products.prepare(shifted);
@@ -242,7 +242,7 @@ OT_INLINE void int8_block(const Rule& rule, const Random& random, Products& prod
     __builtin_memset(block.first, 0, sizeof block.first);
     __builtin_memset(block.second, 0, sizeof block.second);
   }
-  int8_codes<Rule::kMoments>(block, m.inverse, v.inverse, out);
+  int8_codes<Rule::kMoments>(encoder, block, m.inverse, v.inverse, out);
   if constexpr (Rule::kMoments > 0) *out.first_scale = m.scale;
   if constexpr (Rule::kMoments > 1) *out.second_scale = v.scale;
 }
@@ -283,9 +283,11 @@ template <typename Grad, typename Weight, typename Rule>
   Int8Slab slab = {};
   typename Grad::Storage grads[kBlock] = {};
   Products products;
+  const Encoder encoder;
   copy<Rule::kMoments>(in, state_of(slab, in), count);
   copy(grad, grads, count);
-  int8_block<Grad, Weight>(rule, random, products, element, state_of(slab, in), state_of(slab, out), grads);
+  int8_block<Grad, Weight>(rule, random, encoder, products, element, state_of(slab, in), state_of(slab, out),
+                           grads);
   copy<Rule::kMoments>(state_of(slab, out), out, count);
 }
 
@@ -309,13 +311,14 @@ void int8_loop(const Rule& rule, const Int8State& in, const Int8State& out, cons
   const auto* grads = values_of<Grad>(grad);
   Int8Slab slab;
   Products products;
+  const Encoder encoder;
   u32 element = run.element;
   i64 i = run.lo;
   for (; i + kBlock <= run.hi; i += kBlock, element += static_cast<u32>(kBlock)) {
     const Int8State old = at<moments>(in, i), fresh = at<moments>(out, i);
     prefetch<Rule>(old, grads + i);
     const Int8State target = kDoubled ? state_of(slab, fresh) : fresh;
-    int8_block<Grad, Weight>(rule, random, products, element, old, target, grads + i);
+    int8_block<Grad, Weight>(rule, random, encoder, products, element, old, target, grads + i);
     if constexpr (kDoubled) stream_block<moments>(slab, fresh);
   }
   if (i < run.hi) {

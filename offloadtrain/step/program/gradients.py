@@ -329,7 +329,7 @@ class GradientPath:
         ranks, count = gradient.spec.ranks, hi - lo
         dtype = gradient.staged_dtype
         # In ZeRO stage 1 there are no slots.
-        staging = self._ring.take(ranks * count, dtype, f"{gradient.spec.name}[{lo}]")
+        staging = self._ring.take(ranks * count, dtype, gradient.spec.name, lo)
         self._gather(gradient, staging, lo, hi)
         if ranks == 1:
             return staging
@@ -410,7 +410,7 @@ class GradientPath:
             down = part_of(device_sum, lo, hi)
             if gradient.rounds_sum:
                 name, dtype = gradient.spec.name, gradient.spec.dtype
-                summed, down = down, self._ring.take(hi - lo, dtype, f"{name}[{lo}]")
+                summed, down = down, self._ring.take(hi - lo, dtype, name, lo)
                 # update, during backward of the next blocks: waits for the last copy out of the
                 # slot. The copy down waits for it there.
                 self._order.launch(

@@ -201,10 +201,11 @@ class Ring:
         self._slots = slots
         self._next = 0
 
-    def take(self, numel: int, dtype: str, piece: str = "") -> Ref:
-        """Return the first elements of the next slot, or of the memory of the piece."""
+    def take(self, numel: int, dtype: str, bucket: str = "", lo: int = 0) -> Ref:
+        """Return the first elements of the next slot, or of the memory of a bucket's piece that
+        begins at `lo`."""
         if not self._slots:
-            return Ref(self._memory, piece, 0, 0, numel, dtype)
+            return Ref(self._memory, f"{bucket}[{lo}]", 0, 0, numel, dtype)
         slot, self._next = self._next, (self._next + 1) % self._slots
         return Ref(self._memory, slot, 0, 0, numel, dtype)
 

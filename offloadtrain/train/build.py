@@ -105,10 +105,6 @@ def assemble(
     """
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
-    trained_on = "" if resumed is None else resumed.tokenizer
-    if trained_on == tokenizer("bytes").identity and not job.data.tokenizer:
-        # Jobs did not always take the tokenizer of their weights.
-        job = replace(job, data=replace(job.data, tokenizer="bytes"))
     set_up_torch(job, device, rank_info, resumed)
     kernels.start_threads()
     for name in POOLS:
@@ -124,8 +120,11 @@ def assemble(
     mesh = _mesh(job, device, ranks)
     plan = _planned(chosen, device, rank_info, ranks, mesh)
     config = plan.placed.config
+    trained_on, data = "" if resumed is None else resumed.tokenizer, config.data
+    if trained_on == tokenizer("bytes").identity and not data.tokenizer:
+        data = replace(data, tokenizer="bytes")  # jobs did not always take that of their weights
     train_tokens, val_tokens = open_on_ranks(
-        config,
+        replace(config, data=data),
         ranks,
         verifies=rank_info.local_rank == 0,  # once on each host
         on_prepare=on_prepare,

@@ -167,6 +167,8 @@ def test_a_run_that_began_on_bytes_resumes_on_bytes(tmp_path: Path, named: bool)
     tiny.folder(tmp_path / "llama")  # which runs of earlier versions did not take
     longer = replace(job, train=replace(job.train, steps=5))
     assert run(longer, tmp_path / "run", resume=str(tmp_path / "run")) == 0
+    warnings = [event.message for event in events_of(tmp_path / "run", schema.Warning_)]
+    assert not any("tokenizer" in message for message in warnings)
 
 
 def test_a_name_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

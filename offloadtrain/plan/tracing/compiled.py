@@ -86,12 +86,12 @@ def saved_share(
             layer, args, kwargs = reached.layer, reached.args_of_layer, reached.kwargs
         else:
             return budget  # no layer of a list ran
-        with operations_of_device(on_cpu=on_cpu):
-            eager = _saved_by_eager(layer, args, kwargs)
-        if config.fp8 != "off" and find_spec("torchao") is not None:
-            device = torch.device("cpu" if on_cpu else "meta")
-            Float8Layers(copied, config.fp8, device, is_compiled=True)
         try:
+            with operations_of_device(on_cpu=on_cpu):
+                eager = _saved_by_eager(layer, args, kwargs)
+            if config.fp8 != "off" and find_spec("torchao") is not None:
+                device = torch.device("cpu" if on_cpu else "meta")
+                Float8Layers(copied, config.fp8, device, is_compiled=True)
             with _graphs_of_device(on_cpu=on_cpu):
                 return _saved_by_compiled(layer, args, kwargs, budget, mode) / max(eager, 1)
         except Exception as error:
@@ -222,8 +222,8 @@ def _saved_by_compiled(
         sizes.append(_bytes_beyond(results, [*outputs_of_layer, *placeholders]))
         return halves
 
-    def uncompiled(graph: Any, inputs: Any) -> Any:
-        return graph
+    def uncompiled(gm: Any, example_inputs: Any) -> Any:
+        return gm
 
     # Where it fails, torch writes the graph into the current folder, under names of this function.
     unwritten = patch.object(partitioners, "_get_unique_path", lambda *_: os.devnull, create=True)

@@ -32,7 +32,7 @@ _ENDS = (
     *("<end_of_turn>", "[EOS]", "[SEP]"),
 )
 """Names of the token that ends a document, in files that do not say which it is."""
-_SPELLED = "".join(map(chr, range(128))) + "\u00e9\u4e2d\U0001f600"
+_PROBE = "".join(map(chr, range(128))) + "\u00e9\u4e2d\U0001f600"
 """Text whose bytes tell a tokenizer of bytes from others."""
 
 
@@ -137,7 +137,7 @@ def _of_pretrained(name: str, loaded: Any) -> Tokenizer:
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend and backend.get_vocab_size() == 256:
         # As `export` writes the tokenizer of bytes for transformers.
-        if backend.encode(_SPELLED, add_special_tokens=False).ids == [*_SPELLED.encode()]:
+        if backend.encode(_PROBE, add_special_tokens=False).ids == [*_PROBE.encode()]:
             return tokenizer("bytes")
     end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
     if end is None:

@@ -191,9 +191,11 @@ def _head(plan: Plan) -> str:
         lines.append(f"update = auto chooses {update}{reason}")
     if job.offload.compile_blocks:
         timed = "fused" if plan.placed.traced is None else "uncompiled"
-        kept = "; the bytes that they keep are planned as those of uncompiled ones, which is more"
-        selective = job.offload.activations.mode == "selective"
-        lines.append(f"layers are compiled: timed as {timed} operations" + kept * (not selective))
+        lines.append(f"layers are compiled: timed as {timed} operations")
+        if job.offload.activations.mode != "selective":
+            lines[-1] += (
+                "; the bytes that they keep are planned as those of uncompiled ones, which is more"
+            )
     if job.offload.fp8 != "off":
         known = is_timed_in_fp8(job, plan.machine)
         rate = f"{plan.machine.fp8_tflops:g} Tflop/s, with their casts" if known else _AS_BF16

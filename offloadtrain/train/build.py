@@ -111,9 +111,7 @@ def assemble(
         shared_pool(name)
     precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
-        job,
-        offload=_offload_options(job, precision, why),
-        device=replace(job.device, kind="auto"),
+        job, offload=_offload_options(job, precision, why), device=replace(job.device, kind="auto")
     )
     if problems := list(problems_of_ranks(chosen)):
         raise ConfigError(*problems)
@@ -123,12 +121,13 @@ def assemble(
     train_tokens, val_tokens = open_on_ranks(
         config,
         ranks,
+        resumed,
         verifies=rank_info.local_rank == 0,  # once on each host
         on_prepare=on_prepare,
         on_verify=on_verify,
     )
     _check_same_job(job, train_tokens, ranks)
-    check_tokenizers(job, train_tokens, val_tokens)
+    check_tokenizers(job, train_tokens, val_tokens, resumed)
     model, optimizer, pipelined = _offloaded(config, job.model, device, mesh)
     replicas = mesh.replicas.everyone
     return TrainingContext(
@@ -370,6 +369,7 @@ def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
 def open_on_ranks(
     config: Config,
     ranks: Ranks,
+    resumed: ResumedSettings | None = None,
     *,
     verifies: bool,
     on_prepare: Progress | None,
@@ -385,6 +385,10 @@ def open_on_ranks(
         ConfigError: their vocabulary is larger than the model's.
         DataError: they are missing or damaged.
     """
+    on_bytes = resumed is not None and resumed.tokenizer == tokenizer("bytes").identity
+    if on_bytes and not config.data.tokenizer:
+        # Jobs did not always take the tokenizer of their weights.
+        config = replace(config, data=replace(config.data, tokenizer="bytes"))
     # The other ranks wait until rank 0 has prepared the files.
     if ranks.rank:
         ranks.barrier()
@@ -478,7 +482,12 @@ def _tokenizer_of_weights(config: Config) -> str:
     return ""
 
 
-def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) -> None:
+def check_tokenizers(
+    config: Config,
+    train: TokenFile,
+    val: TokenFile | None,
+    resumed: ResumedSettings | None = None,
+) -> None:
     """
     Raises:
         ConfigError: the files are known not to be of one tokenizer, or not of the job's; or the
@@ -496,7 +505,8 @@ def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) ->
             f"data.tokenizer = {wanted}, but {train.path} was prepared with another one "
             f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
         )
-    if identity and not wanted and (folder := _tokenizer_of_weights(config)):
+    is_new = identity not in ("", "" if resumed is None else resumed.tokenizer)
+    if is_new and not wanted and (folder := _tokenizer_of_weights(config)):
         with suppress(DataError):  # one that cannot be read here
             if tokenizer(folder).identity != identity:
                 raise ConfigError(

@@ -397,11 +397,13 @@ class ResumedSettings:
         precision: of the working weights.
         ranks: number of ranks.
         threads: torch's threads on each rank; 0: not recorded.
+        tokenizer: identity of the tokenizer of its tokens; "": not known.
     """
 
     precision: Precision
     ranks: int
     threads: int
+    tokenizer: str = ""
 
 
 @dataclass(slots=True)
@@ -426,7 +428,8 @@ class Opened:
         state = self.checkpoint.state
         parts = state["config"].get("ranks", {}).get("tensor", 1)
         ranks = len(state["rng"]) * (parts if type(parts) is int else 1)
-        return ResumedSettings(state["precision"], ranks, state.get("threads", 0))
+        threads, tokenizer = state.get("threads", 0), state["tokenizer"]
+        return ResumedSettings(state["precision"], ranks, threads, tokenizer)
 
     def skip(self, path: Path, damage: DamagedCheckpointError) -> None:
         """Note a damaged checkpoint; an earlier one is tried."""

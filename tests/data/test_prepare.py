@@ -17,8 +17,10 @@ import pytest
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.data import encode, records
+from offloadtrain.data.encode import Encoder
 from offloadtrain.data.prepare import PreparedFiles, prepare
-from offloadtrain.data.source import SourceFile
+from offloadtrain.data.source import SourceFile, find_files
+from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, TokenFile
 
 
@@ -350,3 +352,12 @@ def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def _die(*_: object) -> None:
     os._exit(9)
+
+
+def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", {"a": b"aaaa"})
+    (file,) = find_files(source, excluded=tmp_path / "out")
+    (source / "a").write_bytes(b"a")
+    reading = encode.Reading(Encoder(tokenizer("bytes"), "text", "text"), 0, keep_going=False)
+    with pytest.raises(DataError, match="became shorter"):
+        encode.read_pieces(tuple(records.cut(file)), reading)

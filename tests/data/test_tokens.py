@@ -243,3 +243,31 @@ def test_a_flipped_byte_is_noticed_though_the_times_are_set_back(
             verify(file)
         for part in (str(path), actual.hexdigest(), file.header.content, "prepare it again"):
             assert part in str(caught.value)
+
+
+def test_a_file_is_its_owners_only_whatever_lay_there(tmp_path: Path) -> None:
+    """Chats are in it, as in the run's folder."""
+    before, path = os.umask(0), tmp_path / "a.bin"
+    try:
+        path.with_name("a.bin.tmp").touch(mode=0o666)
+        with TokenWriter(path, vocab_size=1000, tokenizer="none") as writer:
+            writer.write(np.arange(3))
+            writer.commit()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("key", "folder"), [("OFFLOADTRAIN_CACHE", "/dev/null/cache"), ("XDG_CACHE_HOME", "relative")]
+)
+def test_without_a_place_to_remember_it_is_read_every_time(
+    path: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch, key: str, folder: str
+) -> None:
+    monkeypatch.delenv("OFFLOADTRAIN_CACHE")
+    monkeypatch.setenv(key, folder)
+    monkeypatch.chdir(path.parent)
+    for _ in range(2):
+        verify(TokenFile(path))
+    assert len(scans) == 2
+    assert list(path.parent.iterdir()) == [path]

@@ -386,3 +386,57 @@ def message_of_torchs_schedule(kind: str) -> str:
 def test_schedules_that_would_be_silently_wrong(own_ranks: Run, kind: str, message: str) -> None:
     messages = own_ranks(2, message_of_torchs_schedule, kind)
     assert any(message in text for text in messages), messages
+
+
+def load_states_of_both_stages() -> list[str]:
+    """Load the state of this stage, and that of the other one."""
+    pipeline, rank = in_stages(), dist.get_rank()
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, pipeline.optimizer.state_dict())
+    load = pipeline.optimizer.load_state_dict
+    messages = [message_of(lambda n=n: load(states[n])) for n in (rank, 1 - rank)]
+    pipeline.close()
+    return messages
+
+
+@pytest.mark.slow
+def test_the_state_of_another_stage_is_refused(ranks: Run) -> None:
+    """Its shapes are the same."""
+    for rank, (same, other) in enumerate(ranks(2, load_states_of_both_stages)):
+        assert same == "nothing"
+        assert f"the state is that of stage {1 - rank} of 2" in other
+
+
+def continue_after_an_exception(folder: Path, schedule: str) -> None:
+    """The last stage's loss fails once; its loop tries to continue with the next batch."""
+    count, messages = 0, []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == 6:
+            raise ValueError("a bad batch")
+        return squares(output, target)
+
+    pipeline = in_stages(Masked(), schedule, loss_fn=loss)
+    for step in range(3):
+        x, y = KINDS["layers"].batch(step, 0)
+        messages.append(message_of(lambda x=x, y=y: pipeline.run(x, target=y)))
+        messages.append(message_of(pipeline.step))
+    messages.append(message_of(lambda: pipeline.evaluate(x[:2], target=y[:2])))
+    pipeline.close()
+    Path(folder, str(dist.get_rank())).write_text("\n".join(messages))
+    os._exit(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_no_run_follows_an_exception(own_ranks: Run, tmp_path: Path, schedule: str) -> None:
+    """It would get the messages of the microbatches that were left."""
+    with pytest.raises(RankFailedError):
+        own_ranks(2, continue_after_an_exception, tmp_path, schedule)
+    for rank, head in enumerate(["LostRankError: rank 0", "ValueError: a bad batch"]):
+        messages = Path(tmp_path, str(rank)).read_text().splitlines()
+        assert messages[:2] == ["nothing", "nothing"] and messages[2].startswith(head)
+        assert len(messages) == 7
+        assert all(text.startswith("PipelineError: an exception has left") for text in messages[3:])

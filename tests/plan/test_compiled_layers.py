@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import networkx
 import pytest
 import torch
 from torch import Tensor
@@ -110,6 +113,42 @@ def test_layers_that_cannot_be_asked_about_are_planned_by_the_budget_and_reporte
     assert saved_share(Transformer(LLAMA), loss_of, options, on_cpu=False) == 0.3
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "compiled TransformerBlock saves is not known (RuntimeError: no partition)" in warning
+
+
+class Locked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, lock: object) -> Tensor:
+        return self.up(x).relu()  # type: ignore[no-any-return]
+
+
+def test_layers_with_arguments_that_cannot_be_copied_are_planned_by_the_budget() -> None:
+    model, lock = torch.nn.ModuleList(Locked() for _ in range(2)), threading.Lock()
+
+    def loss(layers: torch.nn.Module) -> Tensor:
+        x = torch.zeros(4, 8, requires_grad=True)
+        for layer in layers.children():
+            x = layer(x, lock)
+        return x.sum()
+
+    options = OffloadConfig(precision="fp32", activation_budget=0.3, **COMPILED)
+    assert saved_share(model, loss, options, on_cpu=True) == 0.3
+
+
+def test_a_failure_of_the_partitioner_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(graph: networkx.DiGraph[str], *args: object) -> None:
+        graph.add_edge("source", "sink", capacity=math.inf)  # what torch then looks for
+        raise networkx.NetworkXUnbounded
+
+    monkeypatch.setattr(networkx, "minimum_cut", refuse)
+    monkeypatch.chdir(tmp_path)
+    options = OffloadConfig(precision="fp32", activation_budget=0.3, **COMPILED)
+    assert saved_share(Transformer(LLAMA), loss_of, options, on_cpu=False) == 0.3
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

@@ -157,6 +157,20 @@ def test_weights_are_trained_on_tokens_of_their_own_tokenizer(tmp_path: Path) ->
     check_tokenizers(replace(job, data=files), own, None)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_that_began_on_bytes_resumes_on_bytes(tmp_path: Path, named: bool) -> None:
+    job = hf_job_of(tmp_path)
+    if named:
+        files = replace(job.data, source="", train=str(open_tokens(job)[0].path), val="")
+        job = replace(job, data=files, train=replace(job.train, eval_every=0))
+    assert run(job, tmp_path / "run") == 0
+    tiny.folder(tmp_path / "llama")  # which runs of earlier versions did not take
+    longer = replace(job, train=replace(job.train, steps=5))
+    assert run(longer, tmp_path / "run", resume=str(tmp_path / "run")) == 0
+    warnings = [event.message for event in events_of(tmp_path / "run", schema.Warning_)]
+    assert not any("tokenizer" in message for message in warnings)
+
+
 def test_a_name_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     repository = tmp_path / "hub" / "models--some--tiny"

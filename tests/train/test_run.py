@@ -471,3 +471,15 @@ def test_a_run_folder_that_is_removed_meanwhile_costs_one_line(
         "step-00000009",
         "step-00000012",
     ]
+
+
+def test_a_precision_chosen_here_is_held_to_the_same_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 that "auto" resolved to, on a GPU without bf16, and a job that never skips."""
+    job = small_job(tmp_path, "offload.skip_nonfinite=false", "offload.precision=auto")
+    monkeypatch.setattr(
+        "offloadtrain.train.build.resolve_precision", lambda *_: ("fp16", "no bf16")
+    )
+    with pytest.raises(jobs.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
+        run(job, tmp_path / "run")

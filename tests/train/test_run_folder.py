@@ -28,7 +28,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config, load
-from offloadtrain.data.tokens import HEADER_BYTES, DataError
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
 from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train import run_folder
@@ -36,6 +36,7 @@ from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job, open_run
 from offloadtrain.train.signals import guarded
+from tests.data.tiny import write_tokens
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, run, small_job, write_text
 
@@ -561,3 +562,32 @@ def test_a_run_dir_is_made_or_gone_on_with(tmp_path: Path, stop_after: StopAfter
     for resume in ("absent", "Auto", "."):
         with pytest.raises(ConfigError, match=r"no checkpoint .* give a run folder"):
             opened(job, resume)
+
+
+@pytest.mark.slow
+def test_other_held_out_tokens_are_reported_at_resume(
+    tmp_path: Path, stop_after: StopAfter
+) -> None:
+    named = tmp_path / "mine"
+    stop_after(2)
+    assert run(small_job(tmp_path), named) == 75
+    folder = tmp_path / "data" / "text"
+    files = [f"data.train={folder}/train.bin", f"data.val={tmp_path}/other.bin", "data.source="]
+    tokens = TokenFile(folder / "val.bin").tokens[::-1]
+    write_tokens(tmp_path / "other.bin", [tokens], vocab_size=256, tokenizer="bytes")
+    assert run(small_job(tmp_path, *files), named, resume="auto") == 75
+    (changed,) = [e for e in events_of(named, schema.Warning_) if e.code == "job-changed"]
+    assert "the held-out tokens" in changed.message
+
+
+def test_a_link_that_cannot_be_made_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(link: Path, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(link))
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    assert started(small_job(tmp_path, "train.steps=3", "train.eval_every=0")) == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    (warning,) = [e for e in events_of(path, schema.Warning_) if e.code == "latest-failed"]
+    assert "Operation not permitted" in warning.message

@@ -156,3 +156,27 @@ def test_jobs_that_contradict_themselves(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             small_job(tmp_path, *overrides)
+
+
+@pytest.mark.slow
+def test_a_step_whose_checkpoint_is_damaged_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil
+) -> None:
+    """The newest is damaged on the disk when the run goes back: it is set aside."""
+    spoil(11)
+    real, path = Trainer._between_steps, tmp_path / "run"
+
+    def between(self: Trainer) -> None:
+        file = path / "checkpoints" / "step-00000009" / "rank-000.bin"
+        if self.progress.step == 10 and not warnings_of(path, "rolled-back"):
+            file.write_bytes(bytes(file.stat().st_size))
+        real(self)
+
+    monkeypatch.setattr(Trainer, "_between_steps", between)
+    assert run(job_of(tmp_path, "rollback", "train.keep_last=9"), path) == 0
+    (message,) = warnings_of(path, "rolled-back")
+    assert "back to step 6" in message
+    names = {saved.name for saved in (path / "checkpoints").iterdir()}
+    assert {"step-00000006", "step-00000009", "step-00000012"} <= names
+    assert any(name.startswith("damaged-step-00000009-") for name in names)
+    assert not warnings_of(path, "checkpoint-failed")

@@ -88,7 +88,7 @@ def is_timed_in_fp8(job: Config, machine: Machine) -> bool:
 
 CODEC_BYTES = {"split16": 520.0, "int8": 949.0}
 """Narrow state → bytes that an update on the device moves per parameter where it is not Adam's,
-which is compiled: plain torch decodes and encodes it, an operation after the other. Counted of Adam
+which is compiled: operations of torch decode and encode it. Counted of Adam
 by `tests/plan/test_automatic.py`."""
 
 PROGRAM_LAUNCH = 12

@@ -14,6 +14,7 @@ Weights and inputs of the layer cost nothing here. Inputs are the outputs of the
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -85,12 +86,12 @@ def saved_share(
             layer, args, kwargs = reached.layer, reached.args_of_layer, reached.kwargs
         else:
             return budget  # no layer of a list ran
-        with operations_of_device(on_cpu=on_cpu):
-            eager = _saved_by_eager(layer, args, kwargs)
-        if config.fp8 != "off" and find_spec("torchao") is not None:
-            device = torch.device("cpu" if on_cpu else "meta")
-            Float8Layers(copied, config.fp8, device, is_compiled=True)
         try:
+            with operations_of_device(on_cpu=on_cpu):
+                eager = _saved_by_eager(layer, args, kwargs)
+            if config.fp8 != "off" and find_spec("torchao") is not None:
+                device = torch.device("cpu" if on_cpu else "meta")
+                Float8Layers(copied, config.fp8, device, is_compiled=True)
             with _graphs_of_device(on_cpu=on_cpu):
                 return _saved_by_compiled(layer, args, kwargs, budget, mode) / max(eager, 1)
         except Exception as error:
@@ -159,8 +160,8 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
 
 def _bytes_beyond(saved: Iterable[Any], others: Iterable[Any]) -> int:
     """Return the bytes of saved tensors that share no memory with the others."""
-    free = _storages(others).keys()
-    return sum(size for key, size in _storages(saved).items() if key not in free)
+    shared = _storages(others).keys()
+    return sum(size for key, size in _storages(saved).items() if key not in shared)
 
 
 def _saved_by_eager(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -216,17 +217,19 @@ def _saved_by_compiled(
         forward: Any = halves[0].graph
         outputs = forward.output_node().args[0]
         results = [getattr(node, "meta", {}).get("val") for node in outputs]
-        made = results[:num_fwd_outputs]
+        outputs_of_layer = results[:num_fwd_outputs]
         placeholders = [node.meta.get("val") for node in forward.nodes if node.op == "placeholder"]
-        sizes.append(_bytes_beyond(results, [*made, *placeholders]))
+        sizes.append(_bytes_beyond(results, [*outputs_of_layer, *placeholders]))
         return halves
 
-    def as_it_is(gm: Any, example_inputs: Any) -> Any:
+    def uncompiled(gm: Any, example_inputs: Any) -> Any:
         return gm
 
-    with BudgetedBackend(budget)._patched_partitioner():
+    # Where it fails, torch writes the graph into the current folder, under names of this function.
+    unwritten = patch.object(partitioners, "_get_unique_path", lambda *_: os.devnull, create=True)
+    with BudgetedBackend(budget)._patched_partitioner(), unwritten:
         compiled = aot_function(
-            run, as_it_is, as_it_is, partitioned, decompositions=select_decomp_table()
+            run, uncompiled, uncompiled, partitioned, decompositions=select_decomp_table()
         )
         compiled(weights, tensors)
     return sizes[0] if sizes else 0

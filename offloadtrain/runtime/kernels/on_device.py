@@ -8,11 +8,11 @@ a wait for the device. Those of gradients that lie apart are torch's, in one pas
 fp64, over fixed chunks, the same in every run on one device.
 
 Adam over narrow state is one kernel for all adjacent parameters of a bucket, which torch compiles
-when it first runs; a small one before it computes the key of each block's random bits. An operation
-after the other, decoding and encoding would move 500 to 1,000 bytes of a parameter; compiled, it
-moves those of its state. The arithmetic is that of the codecs, the random bits are
-those of the host, and results agree with the host's to the rounding of fp32: a compiler may
-contract a product and a sum.
+when it first runs; a small one before it computes the key of each block's random bits. Operations
+of torch that decode and encode would move 500 to 1,000 bytes per parameter; the compiled kernel
+moves the bytes of the state. The arithmetic is that of the codecs, the random bits are those of the
+host, and results agree with the host's to the rounding of fp32: a compiler may contract a product
+and a sum.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def compiles(scalars: Scalars) -> bool:
 def _has_compiler() -> bool:
     if not has_triton():
         _log.warning(
-            "Triton is missing, which compiles the update of split16 and int8 on a GPU: it runs an "
-            "operation after the other, with 30 to 80 times the traffic. Install triton, or set "
+            "Triton is missing, which compiles the update of split16 and int8 on a GPU: the update "
+            "is not compiled and moves 30 to 80 times the bytes. Install triton, or set "
             "state_on = 'host'"
         )
         return False
@@ -284,8 +284,8 @@ def _runs(layout: Layout) -> Iterator[list[tuple[int, int, int, int]]]:
 
 
 def _copied(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting: CUDA has read up to 64 KiB when the call returns, of
-    memory that is not page-locked too."""
+    """Copy to the device without waiting for it. `values` may be freed then: CUDA has read memory
+    that is not page-locked when the call returns."""
     return values.to(device, non_blocking=True)
 
 
@@ -296,12 +296,12 @@ def _compiled(
     """Compile on first use, with zeros: the compiler times variants of a kernel on copies of what
     it writes.
 
-    torch counts the variants of a code object and refuses a ninth. Parameters of one block need one
-    of their own: each format and dtype has a code object.
+    torch counts the variants of a code object and refuses a ninth. Parameters of a single block
+    need another variant, so each format and dtype has a code object.
     """
     _log.info(
-        "Compiling the update of %s state on the device, for weights in %s and gradients in %s: it "
-        "takes some seconds of the first one",
+        "Compiling the update of %s state on the device, for weights in %s and gradients in %s: "
+        "the first update takes some seconds longer",
         format.name,
         *(str(dtype).removeprefix("torch.") for dtype in (weights, grads)),
     )

@@ -54,8 +54,8 @@ Pool::Pool(int threads, std::vector<int> cpus)
       caller_works_(cpus_.empty()),
       owner_(getpid()) {
   try {
-    for (int part = caller_works_ ? 1 : 0; part < threads_; ++part) {
-      workers_.emplace_back([this, part] { work(part); });
+    for (int number = caller_works_ ? 1 : 0; number < threads_; ++number) {
+      workers_.emplace_back([this, number] { work(number); });
     }
   } catch (...) {  // a limit on threads; destroying those that run would end the process
     stop();
@@ -85,14 +85,15 @@ void Pool::run(std::int64_t n, std::int64_t grain, const Body& body) {
   {
     std::lock_guard<std::mutex> lock(mutex_);  // a worker on its way to sleep sees the round, or is woken
     n_ = n;
-    grain_ = grain;
+    chunk_ = threads_ > 1 ? grain * std::max<std::int64_t>(n / (grain * threads_ * kChunksPerThread), 1) : n;
+    next_.store(0, std::memory_order_relaxed);
     body_ = &body;
     error_ = nullptr;
     busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
     round_.fetch_add(1, std::memory_order_release);
   }
   begin_.notify_all();
-  if (caller_works_) part(0);
+  if (caller_works_) run_chunks();
   await_end();
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
@@ -113,13 +114,13 @@ void Pool::await_round(std::uint64_t seen) {
   begin_.wait(lock, begun);
 }
 
-void Pool::work(int own) {
-  pthread_setname_np(pthread_self(), ("ot-kernel-" + std::to_string(own)).substr(0, 15).c_str());
+void Pool::work(int number) {
+  pthread_setname_np(pthread_self(), ("ot-kernel-" + std::to_string(number)).substr(0, 15).c_str());
   bind_to(cpus_);
   for (std::uint64_t seen = 0;; ++seen) {
     await_round(seen);
     if (stop_.load(std::memory_order_relaxed)) return;
-    part(own);
+    run_chunks();
     if (busy_.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
     // The caller may be gone by now: its loop is not touched any more. The pool outlives its workers.
     std::lock_guard<std::mutex> lock(mutex_);
@@ -127,13 +128,13 @@ void Pool::work(int own) {
   }
 }
 
-void Pool::part(int own) {
-  const std::int64_t grains = (n_ + grain_ - 1) / grain_;
-  const std::int64_t lo = grains * own / threads_ * grain_;
-  const std::int64_t hi = std::min(n_, grains * (own + 1) / threads_ * grain_);
-  if (lo >= hi) return;
+void Pool::run_chunks() {
   try {
-    (*body_)(lo, hi);
+    for (;;) {
+      const std::int64_t lo = next_.fetch_add(chunk_, std::memory_order_relaxed);
+      if (lo >= n_) return;
+      (*body_)(lo, std::min(lo + chunk_, n_));
+    }
   } catch (...) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!error_) error_ = std::current_exception();

@@ -20,12 +20,18 @@ namespace offloadtrain {
 // sleeps. A pool without loops uses no processor time.
 constexpr std::int64_t kSpinNs = 50'000;
 
+// [Note: Chunks] The threads share their cores with those that launch compute and copies, and in a
+// virtual machine with others. With equal parts all would wait for the thread that was interrupted
+// longest. So each thread takes chunks, kChunksPerThread on average, until none is left. Results do not
+// depend on the chunks: elements are independent, and sums are added in an order of their own.
+constexpr std::int64_t kChunksPerThread = 16;
+
 class Pool {
  public:
   using Body = std::function<void(std::int64_t lo, std::int64_t hi)>;
 
-  // With `cpus`, every part runs on a worker bound to these CPUs, as a group, and the caller sleeps;
-  // without, nothing is bound and the caller takes the first part. Where binding is refused, threads
+  // With `cpus`, every chunk runs on a worker bound to these CPUs, as a group, and the caller sleeps;
+  // without, nothing is bound and the caller takes chunks too. Where binding is refused, threads
   // run where they may. Throws std::system_error, and leaves no thread, if one cannot be made.
   explicit Pool(int threads, std::vector<int> cpus = {});
   ~Pool();
@@ -34,9 +40,9 @@ class Pool {
 
   int threads() const { return threads_; }
 
-  // Splits [0, n) into one contiguous part per thread, cut at multiples of `grain`. Returns when all
-  // are done; then throws the first exception that a part threw. One loop at a time: a second caller
-  // waits. n <= grain runs on the caller.
+  // Splits [0, n) into chunks, cut at multiples of `grain`, of which each thread takes the next: see
+  // [Note: Chunks]. Returns when all are done; then throws the first exception that a chunk threw. One
+  // loop at a time: a second caller waits. n <= grain runs on the caller.
   void run(std::int64_t n, std::int64_t grain, const Body& body);
 
   // True in the process that made the pool: threads do not survive a fork.
@@ -44,8 +50,8 @@ class Pool {
 
  private:
   void stop();
-  void work(int part);
-  void part(int part);
+  void work(int number);
+  void run_chunks();
   // Returns once `round_` is not `seen`; or the pool ends.
   void await_round(std::uint64_t seen);
   void await_end();
@@ -61,7 +67,8 @@ class Pool {
   std::atomic<std::uint64_t> round_{0};
   std::atomic<int> busy_{0};
   std::atomic<bool> stop_{false};
-  std::int64_t n_ = 0, grain_ = 1;
+  std::atomic<std::int64_t> next_{0};  // the first element that no thread has taken
+  std::int64_t n_ = 0, chunk_ = 1;
   const Body* body_ = nullptr;
   std::exception_ptr error_;
   std::vector<std::thread> workers_;  // the last member: they use the others

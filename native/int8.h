@@ -22,47 +22,22 @@ struct Block {
   alignas(64) u32 random[4][kQuads];
 };
 
-// The products of the low bits of a block's elements in Random. To these a block adds the product of its high
-// bits, instead of multiplying each element. They change with every 2^16th element.
-class Products {
- public:
-  // `shifted`: Random::shifted() of the block's first element.
-  OT_INLINE void prepare(u32 shifted) {
-    if (low_ == (shifted & kLow)) return;
-    low_ = shifted & kLow;
-    for (u32 i = 0; i <= kLow; ++i) of_[i % 4][i / 4] = Random::multiplied(low_ ^ i);
-  }
-  OT_INLINE static u32 of_block(u32 shifted) { return Random::multiplied(shifted & ~kLow); }
-  template <int kElement>
-  OT_INLINE u32 of(i32 i) const { return of_[kElement][i]; }
-
- private:
-  static constexpr u32 kLow = static_cast<u32>(kBlock) - 1u;
-  alignas(64) u32 of_[4][kQuads];
-  u32 low_ = ~0u;
-};
-
 // Bits of magnitudes. As integers these have a total order, not-a-number above infinity above the rest,
-// whatever the order of comparison. u32 is for second moments: only a NaN among them can have a sign.
-template <typename Int>
-OT_INLINE Int magnitude(float value) { return static_cast<Int>(bits_of(value) & kMagnitude); }
-template <>
-OT_INLINE u32 magnitude<u32>(float value) { return bits_of(value); }
-template <typename Int>
-OT_INLINE Int larger(Int a, Int b) { return a < b ? b : a; }
+// whatever the order of comparison.
+OT_INLINE i32 magnitude(float value) { return static_cast<i32>(bits_of(value) & kMagnitude); }
+OT_INLINE i32 larger(i32 a, i32 b) { return a < b ? b : a; }
 
 // The bits of the largest magnitude. Four elements per turn, as a tree: as a chain of single elements
 // this took a tenth of the step longer with AVX-512, on Zen 5.
-template <typename Int>
 OT_INLINE i32 largest(const float (&moments)[4][kQuads]) {
-  Int result = 0;
+  i32 result = 0;
   OT_INDEPENDENT
   for (i32 i = 0; i < kQuads; ++i) {
-    const Int front = larger(magnitude<Int>(moments[0][i]), magnitude<Int>(moments[1][i]));
-    const Int back = larger(magnitude<Int>(moments[2][i]), magnitude<Int>(moments[3][i]));
+    const i32 front = larger(magnitude(moments[0][i]), magnitude(moments[1][i]));
+    const i32 back = larger(magnitude(moments[2][i]), magnitude(moments[3][i]));
     result = larger(result, larger(front, back));
   }
-  return static_cast<i32>(static_cast<u32>(result) & kMagnitude);
+  return result;
 }
 
 template <int kElement, typename Rule>
@@ -72,7 +47,7 @@ OT_INLINE void int8_move(const Rule& rule, float g, u32 firsts, u32 seconds, flo
   if constexpr (Rule::kMoments > 0) {
     constexpr int shift = SignedCode::kShift;
     const u32 code = byte_at<kElement, shift>(firsts) & (0x7fu << shift);
-    const float size = SignedCode::decode_doubled(code, first_scale, 0.5f * first_scale);
+    const float size = SignedCode::decode_shifted(code, first_scale);
     m = float_of(bits_of(size) | (byte_at<kElement, 24>(firsts) & kSign));
   }
   if constexpr (Rule::kMoments > 1) {
@@ -99,10 +74,10 @@ OT_INLINE void int8_moments(const Rule& given, const Int8State& in, const typena
   for (i32 i = 0; i < kQuads; ++i) {
     const u32 front = word_at(old.weight, 2 * i), back = word_at(old.weight, 2 * i + 1);
     const u32 corrections = word_at(old.correction, i);
-    block.master[0][i] = Weight::template join_of<0>(upper_half<0>(front), corrections);
-    block.master[1][i] = Weight::template join_of<1>(upper_half<1>(front), corrections);
-    block.master[2][i] = Weight::template join_of<2>(upper_half<0>(back), corrections);
-    block.master[3][i] = Weight::template join_of<3>(upper_half<1>(back), corrections);
+    block.master[0][i] = Weight::join(upper_half<0>(front), signed_byte<0>(corrections));
+    block.master[1][i] = Weight::join(upper_half<1>(front), signed_byte<1>(corrections));
+    block.master[2][i] = Weight::join(upper_half<0>(back), signed_byte<2>(corrections));
+    block.master[3][i] = Weight::join(upper_half<1>(back), signed_byte<3>(corrections));
     u32 m = 0, v = 0;
     if constexpr (Rule::kMoments > 0) m = word_at(old.first, i);
     if constexpr (Rule::kMoments > 1) v = word_at(old.second, i);
@@ -116,31 +91,31 @@ OT_INLINE void int8_moments(const Rule& given, const Int8State& in, const typena
   }
 }
 
-// The second pass: the new masters, rounded. `product`: Random::multiplied() of the element.
+// The second pass: the new masters, rounded.
 template <int kElement, typename Weight, typename Rule>
-OT_INLINE u32 int8_master(const Rule& rule, const Random& random, u32 product, u32 half, Block& block, i32 i) {
-  const u32 bits = random.finished(product);
+OT_INLINE u32 int8_master(const Rule& rule, const Random& random, u32 start, Block& block, i32 i) {
+  const u32 bits = random.mixed(start ^ (4u * static_cast<u32>(i) + static_cast<u32>(kElement)));
   block.random[kElement][i] = bits;
   const float p = rule.master(block.master[kElement][i], block.first[kElement][i], block.ahead[kElement][i]);
-  return Weight::encode_rounding(p, bits, half);
+  return Weight::encode(p, bits & 0xffu);
 }
 
 template <typename Weight, typename Rule>
-OT_INLINE void int8_masters(const Rule& given, const Random& given_random, const Products& products,
-                            u32 shifted, Block& block, const Int8State& out) {
+OT_INLINE void int8_masters(const Rule& given, const Random& given_random, u32 element, Block& block,
+                            const Int8State& out) {
   const Rule rule = given;
   const Random random = given_random;
-  const u32 start = Products::of_block(shifted), half = variable(Plus8::kHalf);
+  const u32 start = random.shifted(element);  // kBlock divides element
   const Int8State fresh = out;
   OT_INDEPENDENT
   for (i32 i = 0; i < kQuads; ++i) {
-    const u32 a = int8_master<0, Weight>(rule, random, start + products.of<0>(i), half, block, i);
-    const u32 b = int8_master<1, Weight>(rule, random, start + products.of<1>(i), half, block, i);
-    const u32 c = int8_master<2, Weight>(rule, random, start + products.of<2>(i), half, block, i);
-    const u32 d = int8_master<3, Weight>(rule, random, start + products.of<3>(i), half, block, i);
-    set_word(fresh.weight, 2 * i, word_of_upper(a, b));
-    set_word(fresh.weight, 2 * i + 1, word_of_upper(c, d));
-    set_word(fresh.correction, i, word_of_bytes<8>(a, b, c, d) ^ Plus8::kBias);
+    const u32 a = int8_master<0, Weight>(rule, random, start, block, i);
+    const u32 b = int8_master<1, Weight>(rule, random, start, block, i);
+    const u32 c = int8_master<2, Weight>(rule, random, start, block, i);
+    const u32 d = int8_master<3, Weight>(rule, random, start, block, i);
+    set_word(fresh.weight, 2 * i, word_of_upper(Plus8::rounding(a), Plus8::rounding(b)));
+    set_word(fresh.weight, 2 * i + 1, word_of_upper(Plus8::rounding(c), Plus8::rounding(d)));
+    set_word(fresh.correction, i, word_of_bytes<8>(a, b, c, d));
   }
 }
 
@@ -159,55 +134,38 @@ struct Scale {
   }
 };
 
-// Computes the codes of moments, each above kShift lower bits that are to be cut off. Made once per call,
-// for its variables. `inverse`: Scale::inverse of the block.
-class Encoder {
- public:
-  // With the sign in bit 31. An element's lowest 8 random bits are for its master; the next 12 are right below
-  // the cut of this code already.
-  template <int kElement>
-  OT_INLINE u32 first(const Block& block, i32 i, float inverse) const {
-    static_assert(SignedCode::kShift == 8 + 12);
-    const float m = block.first[kElement][i];
-    const float one = float_of((bits_of(m) & sign_) | one_);
-    const u32 widened = bits_of(__builtin_fmaf(m, inverse, one));
-    return widened + ((block.random[kElement][i] & random_) | first_added_);
-  }
+// The code of a moment above kShift lower bits.
+template <int kElement>
+OT_INLINE u32 first_code(const Block& block, i32 i, float inverse) {
+  const u32 m = bits_of(block.first[kElement][i]);
+  const u32 widened = SignedCode::widened(float_of(m & kMagnitude), inverse);
+  const u32 code = SignedCode::rounding(widened, (block.random[kElement][i] >> 8) & 0xfffu);
+  return code | ((m & kSign) >> (24 - SignedCode::kShift));
+}
 
-  // Takes the highest 12 random bits.
-  template <int kElement>
-  OT_INLINE u32 second(const Block& block, i32 i, float inverse) const {
-    static_assert(UnsignedCode::kShift == SignedCode::kShift);
-    const u32 widened = bits_of(__builtin_fmaf(block.second[kElement][i], inverse, 1.0f));
-    constexpr u32 least = UnsignedCode::kOne + (1u << UnsignedCode::kShift);  // of code 1
-    const u32 raised = static_cast<u32>(larger(static_cast<i32>(widened), static_cast<i32>(least)));
-    const u32 random = block.random[kElement][i] >> (32 - UnsignedCode::kShift);
-    return raised + ((random & random_) | second_added_);
-  }
-
- private:
-  u32 sign_ = variable(kSign), one_ = variable(SignedCode::kOne), random_ = variable(SignedCode::kRandom);
-  u32 first_added_ = variable(SignedCode::added(0)), second_added_ = variable(UnsignedCode::added(1));
-};
+template <int kElement>
+OT_INLINE u32 second_code(const Block& block, i32 i, float inverse) {
+  const u32 widened = UnsignedCode::widened(block.second[kElement][i], inverse);
+  constexpr u32 least = UnsignedCode::kOne + (1u << UnsignedCode::kShift);  // of code 1
+  const u32 raised = static_cast<u32>(larger(static_cast<i32>(widened), static_cast<i32>(least)));
+  return UnsignedCode::rounding(raised, block.random[kElement][i] >> 20) - (1u << UnsignedCode::kShift);
+}
 
 // The last pass: the moments, once their scales are known.
 template <int kMoments>
-OT_INLINE void int8_codes(const Encoder& given, const Block& block, float first_inverse, float second_inverse,
+OT_INLINE void int8_codes(const Block& block, float first_inverse, float second_inverse,
                           const Int8State& out) {
   const Int8State fresh = out;
-  const Encoder encoder = given;
   OT_INDEPENDENT
   for (i32 i = 0; i < kQuads; ++i) {
     if constexpr (kMoments > 0) {
-      const u32 a = encoder.first<0>(block, i, first_inverse), b = encoder.first<1>(block, i, first_inverse);
-      const u32 c = encoder.first<2>(block, i, first_inverse), d = encoder.first<3>(block, i, first_inverse);
-      set_word(fresh.first, i, word_of_signed_bytes<SignedCode::kShift>(a, b, c, d));
+      const u32 a = first_code<0>(block, i, first_inverse), b = first_code<1>(block, i, first_inverse);
+      const u32 c = first_code<2>(block, i, first_inverse), d = first_code<3>(block, i, first_inverse);
+      set_word(fresh.first, i, word_of_bytes<SignedCode::kShift>(a, b, c, d));
     }
     if constexpr (kMoments > 1) {
-      const u32 a = encoder.second<0>(block, i, second_inverse);
-      const u32 b = encoder.second<1>(block, i, second_inverse);
-      const u32 c = encoder.second<2>(block, i, second_inverse);
-      const u32 d = encoder.second<3>(block, i, second_inverse);
+      const u32 a = second_code<0>(block, i, second_inverse), b = second_code<1>(block, i, second_inverse);
+      const u32 c = second_code<2>(block, i, second_inverse), d = second_code<3>(block, i, second_inverse);
       set_word(fresh.second, i, word_of_bytes<UnsignedCode::kShift>(a, b, c, d));
     }
   }
@@ -228,21 +186,18 @@ Int8State at(const Int8State& s, i64 lo) {
 }
 
 template <typename Grad, typename Weight, typename Rule>
-OT_INLINE void int8_block(const Rule& rule, const Random& random, const Encoder& encoder,
-                          Products& products, u32 element, const Int8State& in, const Int8State& out,
-                          const typename Grad::Storage* grad) {
+OT_INLINE void int8_block(const Rule& rule, const Random& random, u32 element, const Int8State& in,
+                          const Int8State& out, const typename Grad::Storage* grad) {
   Block block;
-  const u32 shifted = random.shifted(element);  // kBlock divides element
-  products.prepare(shifted);
   int8_moments<Grad, Weight>(rule, in, grad, block);
-  const Scale m = Scale::of<SignedCode>(Rule::kMoments > 0 ? largest<i32>(block.first) : 0);
-  const Scale v = Scale::of<UnsignedCode>(Rule::kMoments > 1 ? largest<u32>(block.second) : 0);
-  int8_masters<Weight>(rule, random, products, shifted, block, out);
+  const Scale m = Scale::of<SignedCode>(Rule::kMoments > 0 ? largest(block.first) : 0);
+  const Scale v = Scale::of<UnsignedCode>(Rule::kMoments > 1 ? largest(block.second) : 0);
+  int8_masters<Weight>(rule, random, element, block, out);
   if (m.inverse == 0.0f || v.inverse == 0.0f) {
     __builtin_memset(block.first, 0, sizeof block.first);
     __builtin_memset(block.second, 0, sizeof block.second);
   }
-  int8_codes<Rule::kMoments>(encoder, block, m.inverse, v.inverse, out);
+  int8_codes<Rule::kMoments>(block, m.inverse, v.inverse, out);
   if constexpr (Rule::kMoments > 0) *out.first_scale = m.scale;
   if constexpr (Rule::kMoments > 1) *out.second_scale = v.scale;
 }
@@ -282,12 +237,9 @@ template <typename Grad, typename Weight, typename Rule>
                                  const Int8State& out, const typename Grad::Storage* grad, i64 count) {
   Int8Slab slab = {};
   typename Grad::Storage grads[kBlock] = {};
-  Products products;
-  const Encoder encoder;
   copy<Rule::kMoments>(in, state_of(slab, in), count);
   copy(grad, grads, count);
-  int8_block<Grad, Weight>(rule, random, encoder, products, element, state_of(slab, in), state_of(slab, out),
-                           grads);
+  int8_block<Grad, Weight>(rule, random, element, state_of(slab, in), state_of(slab, out), grads);
   copy<Rule::kMoments>(state_of(slab, out), out, count);
 }
 
@@ -310,15 +262,12 @@ void int8_loop(const Rule& rule, const Int8State& in, const Int8State& out, cons
   const Random random(run.key);
   const auto* grads = values_of<Grad>(grad);
   Int8Slab slab;
-  Products products;
-  const Encoder encoder;
   u32 element = run.element;
   i64 i = run.lo;
   for (; i + kBlock <= run.hi; i += kBlock, element += static_cast<u32>(kBlock)) {
     const Int8State old = at<moments>(in, i), fresh = at<moments>(out, i);
     prefetch<Rule>(old, grads + i);
-    const Int8State target = kDoubled ? state_of(slab, fresh) : fresh;
-    int8_block<Grad, Weight>(rule, random, encoder, products, element, old, target, grads + i);
+    int8_block<Grad, Weight>(rule, random, element, old, kDoubled ? state_of(slab, fresh) : fresh, grads + i);
     if constexpr (kDoubled) stream_block<moments>(slab, fresh);
   }
   if (i < run.hi) {

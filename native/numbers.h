@@ -94,62 +94,23 @@ inline i32 signed_half(u32 word) {
 inline u32 word_of_upper(u32 first, u32 second) { return first >> 16 | (second & kUpper); }
 inline u32 word_of_lower(u32 first, u32 second) { return (first & ~kUpper) | second << 16; }
 
-// Shifts left by kBits, or right if that is negative.
-template <int kBits>
-inline u32 shift(u32 x) {
-  return kBits < 0 ? x >> (kBits < 0 ? -kBits : 0) : x << (kBits < 0 ? 0 : kBits);
-}
-
 // Element 0 to 3 of a word of four: from bit kTo on, by a single shift, or as a signed number.
 template <int kElement, int kTo>
 inline u32 byte_at(u32 word) {
-  return shift<kTo - 8 * kElement>(word) & (0xffu << kTo);
+  constexpr int left = kTo - 8 * kElement;
+  const u32 shifted = left < 0 ? word >> (left < 0 ? -left : 0) : word << (left < 0 ? 0 : left);
+  return shifted & (0xffu << kTo);
 }
 template <int kElement>
 inline i32 signed_byte(u32 word) {
   return static_cast<i32>(word << (24 - 8 * kElement)) >> 24;
 }
-
-// [Note: Ternary logic] AVX-512 computes any bitwise function of three operands in one instruction, vpternlogd.
-// g++ 12 emits it for (x & a) | b if a and b are in registers, where it puts variables but not constants, and
-// for a choice by a mask if that is written with exclusive ors.
-
-// The constant, as a variable. In memory: to broadcast a general register takes a port that shuffles need.
-inline u32 variable(u32 constant) {
-#if defined(__AVX512F__)
-  asm("" : "+m"(constant));
-#endif
-  return constant;
-}
-
-// The bits of `chosen` where the mask has ones, else those of `otherwise`.
-template <u32 kMask>
-inline u32 merged(u32 chosen, u32 otherwise) { return otherwise ^ ((chosen ^ otherwise) & kMask); }
-
-// The bits of each operand where its mask has ones. Each bit is set in exactly one of the masks.
-template <u32 kA, u32 kB, u32 kC, u32 kD>
-inline u32 merged(u32 a, u32 b, u32 c, u32 d) {
-  static_assert((kA ^ kB ^ kC ^ kD) == ~0u && (kA | kB | kC | kD) == ~0u);
-#if defined(__AVX512F__)
-  return merged<kA | kB>(merged<kA>(a, b), merged<kC>(c, d));
-#else
-  return (a & kA) | (b & kB) | (c & kC) | (d & kD);
-#endif
-}
-
 // The word of four elements that begin at bit kLow of these.
 template <int kLow>
 inline u32 word_of_bytes(u32 a, u32 b, u32 c, u32 d) {
-  return merged<0xffu, 0xff00u, 0xff0000u, 0xff000000u>(shift<-kLow>(a), shift<8 - kLow>(b),
-                                                        shift<16 - kLow>(c), shift<24 - kLow>(d));
-}
-
-// The same for elements with their sign in bit 31 and seven bits from bit kLow on; the bit between is zero.
-template <int kLow>
-inline u32 word_of_signed_bytes(u32 a, u32 b, u32 c, u32 d) {
-  const u32 even = word_of_upper(a, c), odd = word_of_upper(b, d);
-  return merged<0x007f007fu, 0x7f007f00u, 0x00800080u, 0x80008000u>(
-      even >> (kLow - 16), odd << (24 - kLow), even >> 8, odd);
+  const u32 lower = ((a >> kLow) & 0xffu) | ((kLow > 8 ? b >> (kLow - 8) : b << (8 - kLow)) & 0xff00u);
+  const u32 third = (kLow > 16 ? c >> (kLow - 16) : c << (16 - kLow)) & 0xff0000u;
+  return lower | third | ((d << (24 - kLow)) & 0xff000000u);
 }
 
 struct Float32 {
@@ -233,7 +194,7 @@ struct Float16 {
 // between its two rounds too, so that two steps do not see one sequence shifted.
 struct Random {
   u32 first, second;
-  explicit Random(u64 key) : first(static_cast<u32>(key)), second(folded(static_cast<u32>(key >> 32))) {}
+  explicit Random(u64 key) : first(static_cast<u32>(key)), second(static_cast<u32>(key >> 32)) {}
 
   u32 bits(u32 element) const { return mixed(shifted(element)); }
 
@@ -243,18 +204,12 @@ struct Random {
     const u32 x = element ^ first;
     return x ^ (x >> 16);
   }
-  u32 mixed(u32 x) const { return finished(multiplied(x)); }
-
-  // The two halves of mixed(). Folding is linear: folded(x ^ key) == folded(x) ^ folded(key), and the key is
-  // folded once.
-  static u32 multiplied(u32 x) { return x * 0x7feb352du; }
-  u32 finished(u32 x) const {
-    x = (folded(x) ^ second) * 0x846ca68bu;
+  u32 mixed(u32 x) const {
+    x = x * 0x7feb352du;
+    x = x ^ second;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
     return x ^ (x >> 16);
   }
-
- private:
-  static u32 folded(u32 x) { return x ^ (x >> 15); }
 };
 
 // The two halves of an fp32 number. The upper half rounds to nearest, ties away from zero: then the
@@ -277,11 +232,7 @@ struct Split {
 struct Plus8 {
   static u16 weight(u32 x) { return static_cast<u16>(rounding(x) >> 16); }
   // The weight in the upper half.
-  static constexpr u32 kHalf = 0x8000u;
-  // Exclusive or with this converts a word of four signed corrections into corrections + 128, unsigned, and
-  // back. The latter are the bytes below the weight in rounding(x).
-  static constexpr u32 kBias = 0x80808080u;
-  static u32 rounding(u32 x) { return x + kHalf; }
+  static u32 rounding(u32 x) { return x + 0x8000u; }
   static i8 correction(u32 x) { return static_cast<i8>(static_cast<u8>(x >> 8)); }
 };
 
@@ -290,18 +241,8 @@ struct BFloat16Plus8 {
   static float join(u32 weight, i32 correction) {
     return float_of(weight + (static_cast<u32>(correction) << 8));
   }
-  // The same with byte kElement of a word of corrections. An unsigned byte is inserted below the weight, and its
-  // bias subtracted from the result: fewer instructions than sign extension.
-  template <int kElement>
-  static float join_of(u32 weight, u32 corrections) {
-    return float_of((weight | byte_at<kElement, 8>(corrections ^ Plus8::kBias)) - Plus8::kHalf);
-  }
   // X of a master, rounded stochastically. `random`: uniform over 8 bits.
   static u32 encode(float master, u32 random) { return bits_of(master) + random; }
-  // rounding(encode()) with the lowest 8 bits of `random`. `half`: Plus8::kHalf.
-  static u32 encode_rounding(float master, u32 random, u32 half) {
-    return bits_of(master) + ((random & 0xffu) | half);
-  }
 };
 
 struct Float16Plus8 {
@@ -315,13 +256,6 @@ struct Float16Plus8 {
     const u32 finite = select(mask_of(less(x, 0x40000u)), denormal, normal);
     const u32 special = select(mask_of(less(0x7c0000u, x)), kNan, kInfinity);
     return float_of(sign | select(mask_of(!less(x, 0x7c0000u)), special, finite));
-  }
-  template <int kElement>
-  static float join_of(u32 weight, u32 corrections) {
-    return join(weight, signed_byte<kElement>(corrections));
-  }
-  static u32 encode_rounding(float master, u32 random, u32 half) {
-    return encode(master, random & 0xffu) + half;
   }
   // Below the least normal half the last place is fixed: count it instead of shifting.
   static u32 encode(float master, u32 random) {
@@ -351,19 +285,18 @@ struct Minifloat {
   static float decode_shifted(u32 code, float scale) {
     return __builtin_fmaf(float_of(code + kOne), scale, -scale);
   }
-  // The same for a code below 2^7; `half` is half the scale. The bits of 2 + 2 * t are the code's and bit 30.
-  static float decode_doubled(u32 code, float scale, float half) {
-    return __builtin_fmaf(float_of(code | 0x40000000u), half, -scale);
-  }
   // t of the largest code.
   static float top() { return decode_shifted(kLargestCode << kShift, 1.0f); }
 
-  // A code is cut from the bits of 1 + x * inverse, rounded once, after 12 uniform random bits right below the
-  // cut, with half of their last place, were added: no drift. What is missing to the next code is more than
-  // rounding may have taken beyond top(). kRandom: where the random bits are. added(less): what else is added
-  // for the stored code, which is `less` below the code.
-  static constexpr u32 kRandom = 0xfffu << (kShift - 12);
-  static constexpr u32 added(u32 less) { return (1u << (kShift - 13)) - kOne - (less << kShift); }
+  // The bits of 1 + x * inverse, rounded once: what the code is cut from.
+  static u32 widened(float x, float inverse) { return bits_of(__builtin_fmaf(x, inverse, 1.0f)); }
+  // `random`: uniform over 12 bits, laid right below the cut, with half of its own last place added:
+  // no drift. What is missing to the next code is more than rounding may have taken beyond top().
+  // The code is above the kShift lower bits, which are to be cut off.
+  static u32 rounding(u32 widened, u32 random) {
+    const u32 below = (random << (kShift - 12)) + (1u << (kShift - 13));
+    return widened - kOne + below;
+  }
 };
 
 }  // namespace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -400,6 +400,36 @@ def test_a_read_passes_gradients_though_another_thread_updates_meanwhile(
     monkeypatch.setattr(ParameterReaders, "values_of", and_update)
     (grad,) = torch.autograd.grad(model.scale * 3, model.scale)
     assert grad.item() == 3.0
+    optimizer.close()
+
+
+def test_operations_of_two_threads_do_not_mix() -> None:
+    """A thread that reads waits until all operations of another thread's event are launched."""
+    optimizer = ot.offload(Model(), ot.AdamW(lr=1e-2), device="cpu", precision="fp32")
+    interpreter = optimizer._engine.residency.interpreter
+    order: list[str] = []
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def train() -> Iterator[Any]:
+        order.append("training begins")
+        is_inside.set()
+        may_end.wait(10)
+        order.append("training ends")
+        yield from ()
+
+    def read() -> Iterator[Any]:
+        order.append("reading")
+        yield from ()
+
+    threads = [threading.Thread(target=interpreter.run, args=(event,)) for event in (train, read)]
+    threads[0].start()
+    is_inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["training begins", "training ends", "reading"]
     optimizer.close()
 
 

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m benchmarks.frameworks.ranks Trainer '{"zero_stage
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -100,6 +101,7 @@ def main(kind: str, offload: str, folder: str) -> None:
     found = run(kind, json.loads(offload), Path(folder), int(os.environ["WORLD_SIZE"]))
     if os.environ["RANK"] == "0":
         (Path(folder) / "found.json").write_text(json.dumps(found))
+    gc.collect()  # the engine's threads end before the group does, and before the interpreter
     torch.distributed.destroy_process_group()
 
 

@@ -264,8 +264,9 @@ void decode_int8(const Grad& weight, Address correction, Address master, std::in
   });
 }
 
-// Fault in the pages of a fresh mapping, each by the thread that will work on it: that places them. The
-// kernel has zeroed them by then, so one write per page is enough, and a second pass is saved.
+// Fault in the pages of a fresh mapping, by the threads that will work on it: that places them near these
+// threads' CPUs. The kernel has zeroed them by then, so one write per page is enough, and a second pass is
+// saved.
 void first_touch(Address memory, std::int64_t n, std::int64_t itemsize) {
   running_pool()->run(n, kGrain, [&](std::int64_t lo, std::int64_t hi) {
     volatile char* const bytes = at<char>(memory);

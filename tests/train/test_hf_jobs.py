@@ -143,18 +143,18 @@ def test_wrong_keys_are_refused(tmp_path: Path) -> None:
 
 def test_weights_are_trained_on_tokens_of_their_own_tokenizer(tmp_path: Path) -> None:
     job = hf_job_of(tmp_path)
-    own, _ = open_tokens(job)
-    assert own.header.tokenizer == "bytes", "the folder has no tokenizer"
+    tokens_of_bytes, _ = open_tokens(job)
+    assert tokens_of_bytes.header.tokenizer == "bytes", "the folder has no tokenizer"
     tiny.folder(tmp_path / "llama")
     changed = replace(job, data=replace(job.data, cache=str(tmp_path / "own")))
     assert open_tokens(changed)[0].header.tokenizer == str(tmp_path / "llama")
-    files = replace(job.data, source="", train=str(own.path), val="")
+    files = replace(job.data, source="", train=str(tokens_of_bytes.path), val="")
     with pytest.raises(ConfigError, match=r"another tokenizer \(bytes\) than that of the weights"):
-        check_tokenizers(replace(job, data=files), own, None)
-    check_tokenizers(replace(job, data=replace(files, tokenizer="bytes")), own, None)
-    check_tokenizers(hf_job_of(tmp_path, "llama", "model.init=random"), own, None)
+        check_tokenizers(replace(job, data=files), tokens_of_bytes, None)
+    check_tokenizers(replace(job, data=replace(files, tokenizer="bytes")), tokens_of_bytes, None)
+    check_tokenizers(hf_job_of(tmp_path, "llama", "model.init=random"), tokens_of_bytes, None)
     shutil.rmtree(tmp_path / "llama")
-    check_tokenizers(replace(job, data=files), own, None)
+    check_tokenizers(replace(job, data=files), tokens_of_bytes, None)
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_that_cannot_be_trained_are_refused(case: str) -> None:
     build, message = REFUSED[case]

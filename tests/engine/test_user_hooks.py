@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -62,9 +63,12 @@ def saves_some(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selects_what_is_saved(model: Any, x: Tensor) -> Tensor:
+RESPECT = "respect_saved_tensors_hooks"
+
+
+def selects_what_is_saved(model: Any, x: Tensor, **options: bool) -> Tensor:
     contexts = partial(create_selective_checkpoint_contexts, saves_some)
-    model.call = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    model.call = partial(checkpoint, use_reentrant=False, context_fn=contexts, **options)
     loss: Tensor = model(x).square().mean()
     return loss
 
@@ -98,6 +102,11 @@ SITUATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "hooks that copy": partial(packs_inside, copies),
     "hooks around": packs_around,
     "selective checkpoint": selects_what_is_saved,
+    **(
+        {"selective checkpoint with hooks": partial(selects_what_is_saved, **{RESPECT: True})}
+        if RESPECT in signature(checkpoint).parameters
+        else {}
+    ),
     "fast weights": trains_fast_weights,
     "gradient hooks": scales_gradients,
 }

@@ -277,7 +277,7 @@ class SavedTensors:
             outer = top.outer
         onward = pass_on if begin is None or outer is None else begin(outer)
         chain = Chain(self, outer, offloader, frame, onward)
-        _autograd._push_saved_tensors_default_hooks(chain.pack, unpack)
+        _autograd._push_saved_tensors_default_hooks(chain, unpack)
         return chain
 
     @staticmethod
@@ -373,7 +373,7 @@ def are_covered() -> bool:
     """Tell whether hooks of the user's, not of a recompute, are over an engine's: they would get
     weights of a streamed block as they are, and keep views of a slot that others get."""
     top = _top_hooks()
-    if top is None or isinstance(getattr(top[0], "__self__", None), Chain):
+    if top is None or isinstance(top[0], Chain):
         return False
     return not in_checkpoint()
 
@@ -387,12 +387,14 @@ def _top_hooks() -> Hooks | None:
 def _innermost() -> Chain | None:
     """Return the innermost hooks of this thread, if they are an engine's."""
     hooks = _top_hooks()
-    chain = getattr(hooks[0], "__self__", None) if hooks is not None else None
-    return chain if isinstance(chain, Chain) else None
+    return hooks[0] if hooks is not None and isinstance(hooks[0], Chain) else None
 
 
 class Chain:
     """An engine's hooks over the ones that were active when they were pushed.
+
+    A user's selective checkpoint (torch 2.14) keeps tensors apart from the graph, and offers them
+    to the user's hooks only: it skips hooks that say `_checkpoint_internal`.
 
     Attributes:
         saved, offloader: they take what is saved, until the hooks are off.
@@ -402,6 +404,7 @@ class Chain:
     """
 
     __slots__ = ("frame", "is_off", "offloader", "outer", "pass_on", "saved")
+    _checkpoint_internal = True
 
     def __init__(
         self,
@@ -418,7 +421,13 @@ class Chain:
         self.pass_on = pass_on
         self.is_off = False
 
-    def pack(self, tensor: Tensor) -> Any:
+    @property
+    def _user_hooks(self) -> Hooks | None:
+        """The hooks around these, for torch."""
+        return self.outer
+
+    def __call__(self, tensor: Tensor) -> Any:
+        """Return the object that stands for a tensor in the graph."""
         if self.is_off or has_ended(self.frame):
             return pass_on(tensor, self.outer)
         return self.saved.pack(tensor, self.outer, self.offloader, self.pass_on)

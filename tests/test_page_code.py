@@ -430,7 +430,7 @@ def on_a_rank(code: str, model_of: Callable[[], nn.Module]) -> bool:
 
 
 MODELS_OF_RANKS = (
-    *(llama, llama),  # hybrid sharding; plain ZeRO
+    *(llama, llama),  # plain ZeRO; hybrid sharding
     *(Decoder, llama, Decoder),  # pipelines: flushed, of transformers, overlapped
     *(Decoder, llama, llama, Decoder),  # tensor parallel, with stages at last
     with_experts,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from offloadtrain_tui.reading.listing import list_runs
+from offloadtrain_tui.reading.log_reader import list_runs
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs

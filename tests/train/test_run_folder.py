@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadtrain_tui.reading.listing import list_runs
+from offloadtrain_tui.reading.log_reader import list_runs
 
 from offloadtrain.cli.commands.train import run_job
 from offloadtrain.cli.exit_codes import HUNG

@@ -95,8 +95,8 @@ def test_an_ended_run_says_on_every_screen_how_it_goes_on(tmp_path: Path) -> Non
     reader.close()
     assert "✖ killed" in headline(shown, {}).plain and ", after 31s" in headline(shown, {}).plain
     last, alerts = when(shown, {}).plain.splitlines()
-    assert last.startswith(" last checkpoint: step 25, 5 steps lost; resume: offloadtrain train ")
-    assert alerts == " alerts at its end: ⚠ slow: tokens/s fell "
+    assert last.startswith("last checkpoint: step 25, 5 steps lost; resume: offloadtrain train ")
+    assert alerts.rstrip() == "alerts at its end: ⚠ slow: tokens/s fell"
     past = replace(shown, cursor=10)
     assert ", after" not in headline(past, {}).plain and "resume" not in when(past, {}).plain
     assert "before the newest; End: its end" in when(past, {}).plain

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.reading import listing, runs, tail
+from offloadtrain_tui.reading import log_reader, runs, tail
 from offloadtrain_tui.reading.log_reader import RunReader
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.summary import before_first_step, headline, numbers, when
@@ -204,7 +204,7 @@ def test_the_end_of_a_failed_run_is_on_every_screen(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 40)
     shown = shown_after(folder, 50, (BEGIN_S + 40, bad), (BEGIN_S + 41, end))
     assert numbers(shown).plain.startswith(" loss nan")
-    assert when(shown, {}).plain.splitlines()[0] == " ✖ TrainingError: the loss is nan"
+    assert when(shown, {}).plain.splitlines()[0] == "✖ TrainingError: the loss is nan"
     assert "✖ failed  step 21, train.steps = 20" in headline(shown, {}, 80).plain[:80]
 
 
@@ -300,11 +300,11 @@ def test_the_list_of_runs_reads_only_logs_that_have_grown(
     write(tmp_path / "20260301-000000-c", unlucky(), host=socket.gethostname())
     write(tmp_path / "20260401-000000-d", plain(5000))
     read: list[str] = []
-    glance = listing.glance
+    glance = log_reader.glance
     monkeypatch.setattr(
-        listing, "glance", lambda log: read.append(log.parts[-3][-1]) or glance(log)
+        log_reader, "glance", lambda log: read.append(log.parts[-3][-1]) or glance(log)
     )
-    runs_list = listing.Listing(tmp_path)
+    runs_list = log_reader.Listing(tmp_path)
     rows = runs_list.rows(BEGIN_S)
     assert [row.step for row in rows] == [5000, 60, 30, 30] and read == ["d", "c", "b", "a"]
     assert [row.state for row in rows if row.folder != grows] == ["done", "killed", "done"]

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from offloadtrain_tui import reports
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.listing import list_runs
-from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
+from offloadtrain_tui.reading.log_reader import RunReader, Snapshot, list_runs
 from offloadtrain_tui.summary import numbers
 from offloadtrain_tui.view_state import ViewState
 

@@ -36,8 +36,7 @@ from offloadtrain_tui.panels.runs import RunsPanel, nothing_in
 from offloadtrain_tui.plots import KINDS, as_csv
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import History
-from offloadtrain_tui.reading.listing import Listing, RunRow
-from offloadtrain_tui.reading.log_reader import NEWS_S, Reader, Snapshot
+from offloadtrain_tui.reading.log_reader import NEWS_S, Listing, Reader, RunRow, Snapshot
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.summary import headline, numbers, when
@@ -320,14 +319,9 @@ class Monitor(App[None]):
     def action_help(self) -> None:
         self.push_screen(Page(help_page(self.shown.view.start)))
 
-    def _ask(self, dialog: Ask | Confirm, act: Callable[[str], object]) -> None:
+    def _ask(self, dialog: Ask | Confirm, act: Callable[[str], None]) -> None:
         """Ask the user, and act on an answer."""
-
-        def on_answer(answer: str | None) -> None:
-            if answer:
-                act(answer)
-
-        self.push_screen(dialog, on_answer)
+        self.push_screen(dialog, lambda answer: None if not answer else act(answer))
 
     def action_step(self) -> None:
         self._ask(Ask("go to step"), self._go_to_step)

@@ -16,11 +16,10 @@ from offloadtrain_tui.panels.gpus import Gpus
 from offloadtrain_tui.panels.job import JobPanel
 from offloadtrain_tui.panels.memory import MemoryPanel
 from offloadtrain_tui.panels.overview import Overview
-from offloadtrain_tui.panels.plots import PlotsPanel
+from offloadtrain_tui.panels.plots import PlotsPanel, Transfers
 from offloadtrain_tui.panels.ranks import Ranks
 from offloadtrain_tui.panels.runs import RunsPanel
 from offloadtrain_tui.panels.timeline import TimelinePanel
-from offloadtrain_tui.panels.transfers import Transfers
 from offloadtrain_tui.text import lane_word
 
 PANELS: dict[str, type[Panel]] = {
@@ -125,24 +124,22 @@ def footer(bindings: Iterable[tuple[str, Binding]], width: int, *, can_ask: bool
 # ---- the page that `?` opens
 
 _KEYS = (
-    (
-        "1 … 9, 0",
-        "screens: overview, memory, transfers, timeline, plots, ranks, events, job, runs, gpus",
-    ),
+    ("1 … 9, 0", "the ten screens that the last line names"),
     ("[ ]  , .", "one step back or on, a hundred steps"),
     ("{ }", "to the mark before, or the next one"),
     ("g  End", "go to a step by its number; back to live"),
     ("Space", "hold, go on"),
-    ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
+    ("+ -", "charts: zoom;  y logarithmic axis,  m moving average"),
     ("e", "write a chart's numbers into a file (CSV), or copy them"),
     ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
     ("r  o", "next run;  on 9: overlay the curves of the chosen run"),
+    ("v", "memory and gpus: the next rank"),
     ("/  Enter  j", "events: filter, show the record, go to its step"),
     ("c  S", "ask the run for a checkpoint; to stop, or to abort"),
     ("n  a", "write a note into the log; acknowledge the newest alert"),
     ("b", "a bell at an alert and at the end: on or off"),
     ("Ctrl+S  Ctrl+P", "save a picture; find every action by its name"),
-    ("?  Esc", "open and close this page;  q leaves the monitor, the run goes on"),
+    ("?  Esc", "open and close this page;  q leaves, the run goes on"),
 )
 _WORDS = (
     ("waits", "time that compute waited for the CPU or for a copy"),
@@ -150,14 +147,14 @@ _WORDS = (
     ("host", "the optimizer's update, on the CPU"),
     ("h2d", "updated weights on their way to compute"),
     ("Adam m, v", "the optimizer's first and second moments"),
-    ("MFU", "floating-point operations of the model, of the device's peak"),
-    ("peak, plan", "the most that an owner has held; what the plan said before the run"),
+    ("MFU", "the model's FLOP/s as a share of the device's peak"),
+    ("peak, plan", "the most that an owner has held; what the plan predicted"),
 )
 _MARKS = (("▾", "checkpoint"), ("▸", "start"), ("✗", "skipped, or not finite"), ("!", "alert"))
 
 
 def help_page(start: schema.RunStarted | None) -> Text:
-    """Return the page, in the words of a run; 24 lines, of which a small terminal shows most."""
+    """Return the page, in the words of a run; 25 lines, of which a small terminal shows most."""
     text = Text()
     for title, lines in (("Keys", _KEYS), ("Words", _WORDS)):
         text.append(f"{title}\n", "bold")

@@ -44,7 +44,8 @@ def rows(view: View) -> list[tuple[schema.MemoryRow, int | None]]:
     """Return owners by tier with their planned bytes, the largest first, including planned ones
     without memory yet; None: without a plan."""
     plan = planned(view)
-    known = {(row.tier, row.owner): row for row in _owners(view)}
+    owned = _owners(view.memory, view.live, _peak([view], "device"))
+    known = {(row.tier, row.owner): row for row in owned}
     for tier, owner in plan:
         none_yet = schema.MemoryRow(owner=owner, tier=tier, num_bytes=0, peak_bytes=0)
         known.setdefault((tier, owner), none_yet)
@@ -69,19 +70,21 @@ def planned(view: View) -> dict[tuple[str, str], int]:
     return sizes
 
 
-def _owners(view: View) -> list[schema.MemoryRow]:
-    """Return the Ledger's rows; those of moving tensors as last sampled."""
-    live, known = view.live, list(view.memory)
+def _owners(
+    rows_: Sequence[schema.MemoryRow], live: Live | None, peak_bytes: int = 0
+) -> list[schema.MemoryRow]:
+    """Return the Ledger's rows; those of moving tensors as sampled: all that torch has allocated on
+    the device besides."""
     allocated = live.now("allocated") if live else None
     if allocated is None:
-        return known
-    fixed = [row for row in known if (row.owner, row.tier) != (ACTIVATIONS, "device")]
+        return list(rows_)
+    fixed = [row for row in rows_ if (row.owner, row.tier) != (ACTIVATIONS, "device")]
     fixed_bytes = sum(row.num_bytes for row in fixed if row.tier == "device")
     moving = schema.MemoryRow(
         owner=ACTIVATIONS,
         tier="device",
         num_bytes=max(allocated - fixed_bytes, 0),
-        peak_bytes=max(_peak([view], "device") - fixed_bytes, 0),
+        peak_bytes=max(peak_bytes - fixed_bytes, 0),
     )
     return [*fixed, moving]
 
@@ -99,13 +102,6 @@ def sample_if_run_is_here(shown: ViewState) -> schema.System | None:
     uuids = {_uuid(view) for view in shown.views} - {""}
     there = {gpu.uuid for gpu in machine.gpus}
     return machine if shown.snapshot.lives_here and uuids <= there else None
-
-
-def shown_gpus(shown: ViewState) -> tuple[schema.GpuSample, ...]:
-    """Return the GPUs of a screen: this machine's while the run lives here, otherwise the logged
-    ones; none of a run on CPUs."""
-    system = sample_if_run_is_here(shown) or shown.view.system
-    return system.gpus if system and not shown.view.on_cpu else ()
 
 
 def devices(shown: ViewState) -> list[Tier]:
@@ -159,14 +155,7 @@ def _of_rank(view: View, local_system: schema.System | None, shown: ViewState) -
 
 
 def _device_parts(rows_: Sequence[schema.MemoryRow], live: Live | None) -> tuple[Part, ...]:
-    """Return the Ledger's owners, and the other allocations of torch."""
-    owned = [row for row in rows_ if row.tier == "device"]
-    allocated = live.now("allocated") if live else None
-    if allocated is None:
-        return _parts(owned)
-    parts = _parts(row for row in owned if row.owner != ACTIVATIONS)
-    moving = max(allocated - sum(part.nbytes for part in parts), 0)
-    return (*parts, Part(ACTIVATIONS, moving)) if moving else parts
+    return _parts(row for row in _owners(rows_, live) if row.tier == "device")
 
 
 def _cache_and_other_bytes(
@@ -232,11 +221,8 @@ def _planned_host(views: Sequence[View]) -> int:
 
 def _neighbours(views: Sequence[View]) -> list[View]:
     """Return the ranks on the host of the first."""
-    return [view for view in views if _host_of(view) == _host_of(views[0])]
-
-
-def _host_of(view: View) -> object:
-    return view.start.machine.get("host") if view.start else None
+    hosts = [view.start.machine.get("host") if view.start else None for view in views]
+    return [view for view, host in zip(views, hosts, strict=True) if host == hosts[0]]
 
 
 def _resident(view: View, live: Live | None) -> int:
@@ -331,19 +317,18 @@ def _area(stretch_of: Callable[[Live], _Stretch], view: View, tier: Tier) -> Are
     names = [part.owner for part in tier.parts]
     columns: list[tuple[int, ...] | None] = []
     for live in view.history.live.stretches(view.time_s, _COLUMNS):
-        stretch = None if live is None else stretch_of(live)
-        columns.append(None if stretch is None else (*_bands(stretch[0], names), *stretch[1:]))
+        if live is None:
+            columns.append(None)
+            continue
+        parts, *rest = stretch_of(live)
+        by_owner = {part.owner: part.nbytes for part in parts}
+        main = [by_owner.pop(name, 0) for name in names[:_BANDS]]
+        columns.append((*main, sum(by_owner.values()), *rest))
     extent = view.history.live.extent_s(view.time_s)
     before = f"{units.format_duration(extent[1] - extent[0])} before" if extent else ""
     axis = (before, "last sample")
     colors = tuple(part.color for part in tier.parts[:_BANDS])
     return Area(tier.title, tuple(columns), tier.total, tier.planned, axis, colors=colors)
-
-
-def _bands(parts: Sequence[Part], names: Sequence[str]) -> tuple[int, ...]:
-    by_owner = {part.owner: part.nbytes for part in parts}
-    main = [by_owner.pop(name, 0) for name in names[:_BANDS]]
-    return (*main, sum(by_owner.values()))
 
 
 def within_step(view: View, start_ms: float, end_ms: float) -> Area:

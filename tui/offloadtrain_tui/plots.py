@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
         from_zero=True,
     ),
     "bus": Kind(
-        "bandwidth",
+        "",
         (("h2d_gbps", "h2d", "primary", False), ("d2h_gbps", "d2h", "warning", True)),
         unit=" GB/s",
         form=lambda value: f"{value:.3g}",

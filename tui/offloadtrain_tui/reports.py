@@ -20,8 +20,13 @@ from offloadtrain.events import control, log_lines, schema
 from offloadtrain_tui.moments import Moment, set_up_line
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import LANES
-from offloadtrain_tui.reading.listing import COLUMNS, RunRow, list_runs
-from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
+from offloadtrain_tui.reading.log_reader import (
+    COLUMNS,
+    RunReader,
+    RunRow,
+    Snapshot,
+    list_runs,
+)
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.tail import Tail
 from offloadtrain_tui.reading.view import View

@@ -96,7 +96,8 @@ def _end(shown: ViewState, state: str) -> str:
 
 
 def numbers(shown: ViewState, width: int = 120) -> Text:
-    """Return the figures of the newest step, the most asked for first."""
+    """Return the figures of the newest step, the most asked for first; those without room are left
+    out."""
     view, is_narrow = shown.view, width < WIDE_HEADLINE  # what bounds the step must fit
     parts: list[str | tuple[str, str]] = [(f" {before_first_step(shown)}", "bold")]
     if not (view.is_before_first_step or (shown.is_live and shown.snapshot.set_up)):
@@ -123,7 +124,11 @@ def numbers(shown: ViewState, width: int = 120) -> Text:
             "" if guesses is None else f"  guesses {percent(guesses)} right",
             (f"  {short(view.last('tokens'))} tokens", "dim"),
         ]
-    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for part in filter(None, (Text.assemble(part) for part in parts)):
+        if not line or line.cell_len + part.cell_len <= width:
+            line.append(part)
+    return line
 
 
 def before_first_step(shown: ViewState) -> str:
@@ -160,8 +165,8 @@ def when(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     ending = shown.snapshot.ending if shown.is_newest else None
     saved: Parts = []
     if ending is not None and ending.saved:
-        saved = [(f" {ending.saved}", "bold"), f"; {ending.next}" if ending.next else ""]
-    overlaid: Parts = [(" overlaid:", "dim")] if shown.other_runs else []
+        saved = [(ending.saved, "bold"), f"; {ending.next}" if ending.next else ""]
+    overlaid: Parts = [("overlaid:", "dim")] if shown.other_runs else []
     for number, other in enumerate(shown.other_runs):
         color = colors.get(RUN_COLORS[number % len(RUN_COLORS)], "")
         overlaid += [
@@ -184,23 +189,25 @@ def _position(shown: ViewState, colors: ColorOf, width: int) -> Parts:
     if not shown.is_live:
         newest_s, moment = shown.newest.step_time_s or 0.0, view.step_time_s or 0.0
         ago = units.format_duration(max(newest_s - moment, 0.0))
-        text = f" {ago} before the newest; End: {'live' if state in runs.ALIVE else 'its end'}"
-        return [(f" ◀ step {view.step} ", "reverse"), (text, "dim")]
-    if silent := _silence(shown):
-        return [(f" {silent}", "bold")]
+        text = f"{ago} before the newest; End: {'live' if state in runs.ALIVE else 'its end'}"
+        return [(f" ◀ step {view.step} ", "reverse"), (f" {text}", "dim")]
+    if shown.snapshot.state == "slow" and (since_s := view.step_time_s) is not None:
+        usual = milliseconds(view.median_step_ms())
+        silent_s = units.format_duration(shown.now_s - since_s)
+        return [(f"no step for {silent_s}; a step takes {usual}", "bold")]
     if (end := view.end) is not None and end.status == "failed" and end.message:
-        return [(f" ✖ {clean(end.message, 2 * width - 8)}", f"bold {colors.get('failed', '')}")]
+        return [(f"✖ {clean(end.message, 2 * width - 8)}", f"bold {colors.get('failed', '')}")]
     return []
 
 
 def _alerts(shown: ViewState, colors: ColorOf, ending: runs.Ending | None) -> Parts:
     alerts = shown.view.active_alerts()
-    parts: Parts = [(" alerts at its end:", "dim")] if alerts and ending else []
+    parts: Parts = [("alerts at its end: ", "dim")] if alerts and ending else []
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         color = colors.get("failed" if alert.level == "error" else "slow", "")
-        parts.append((f" ⚠ {clean(alert.code)}: {clean(alert.message, 200)} ", f"bold {color}"))
-    more = f" +{len(alerts) - SHOWN_ALERTS} (7)" if len(alerts) > SHOWN_ALERTS else ""
-    return [*parts, (more + ("" if ending else " a: acknowledge"), "dim")] if alerts else []
+        parts.append((f"⚠ {clean(alert.code)}: {clean(alert.message, 200)}  ", f"bold {color}"))
+    more = f"+{len(alerts) - SHOWN_ALERTS} (7) " if len(alerts) > SHOWN_ALERTS else ""
+    return [*parts, (more + ("" if ending else "a: acknowledge"), "dim")] if alerts else []
 
 
 def trend(view: View) -> str:
@@ -212,11 +219,3 @@ def trend(view: View) -> str:
     change = statistics.fmean(after) - statistics.fmean(before)
     noise = math.sqrt((statistics.variance(before) + statistics.variance(after)) / TREND_STEPS)
     return " →" if abs(change) <= 2 * noise else " ↓" if change < 0 else " ↑"
-
-
-def _silence(shown: ViewState) -> str:
-    since = shown.view.step_time_s
-    if shown.snapshot.state != "slow" or since is None:
-        return ""
-    usual = milliseconds(shown.view.median_step_ms())
-    return f"no step for {units.format_duration(shown.now_s - since)}; a step takes {usual}"

@@ -115,25 +115,19 @@ def time_left_s(view: View) -> float | None:
     total, step_ms = view.total_steps, view.median_step_ms()
     if total is None or step_ms is None:
         return None
-    left_s = seconds_left(view.step, total, step_ms / 1e3, _pauses(view))
+    evaluation = view.newest(schema.Eval)
+    evaluation_s = evaluation.duration_ms / 1e3 if evaluation else 0.0
+    eval_every = view.setting("train", "eval_every")
+    save_every = view.setting("train", "checkpoint_every")
+    both = bool(eval_every and save_every and save_every % eval_every == 0)
+    stalled_s = _checkpoint_stall_s(view, save_every) - (evaluation_s if both else 0.0)
+    pauses = Pause(eval_every, evaluation_s), Pause(save_every, max(stalled_s, 0.0))
+    left_s = seconds_left(view.step, total, step_ms / 1e3, pauses)
     train: Any = view.start.config.get("train") if view.start else None
     limit_s = train.get("max_s") if isinstance(train, dict) else None
     if isinstance(limit_s, float) and limit_s > 0 and view.step_time_s and view.started_s:
         left_s = min(left_s, max(limit_s - (view.step_time_s - view.started_s), 0.0))
     return left_s
-
-
-def _pauses(view: View) -> tuple[Pause, Pause]:
-    """Return the evaluations and the pauses for checkpoints, as they were last."""
-    evaluation = view.newest(schema.Eval)
-    evaluation_s = evaluation.duration_ms / 1e3 if evaluation else 0.0
-    eval_every, save_every = (
-        view.setting("train", "eval_every"),
-        view.setting("train", "checkpoint_every"),
-    )
-    both = bool(eval_every and save_every and save_every % eval_every == 0)
-    stalled_s = _checkpoint_stall_s(view, save_every) - (evaluation_s if both else 0.0)
-    return Pause(eval_every, evaluation_s), Pause(save_every, max(stalled_s, 0.0))
 
 
 def _checkpoint_stall_s(view: View, every: int) -> float:

@@ -71,7 +71,9 @@ class Gpus(RankPanel):
                 yield Chart(Plot(kind), id=f"gpus-{name}", pickable=False)
 
     def display_state(self, shown: ViewState) -> None:
-        gpus, view = memory.shown_gpus(shown), self.view_of_rank(shown)
+        view, system = self.view_of_rank(shown), memory.sample_if_run_is_here(shown)
+        system = system or shown.view.system
+        gpus = system.gpus if system and not shown.view.on_cpu else ()
         tell(self.query_one("#gpus-text", Static), _about(shown, bool(gpus), view))
         # A narrow terminal has no room for the links.
         count = len(COLUMNS) - (self.app.size.width < NARROW)

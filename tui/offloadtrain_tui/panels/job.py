@@ -12,6 +12,7 @@ from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
+from offloadtrain_tui.memory import word
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
@@ -19,6 +20,8 @@ from offloadtrain_tui.widgets.table import tell
 
 _SIZES = ("memory.", "activations.")
 """Tables of the plan, in bytes."""
+_TIMES = ("step.seconds", "step.busy_s.", "step.exposed_s.")
+"""Of the plan, in seconds."""
 
 
 class JobPanel(Panel):
@@ -80,7 +83,8 @@ def _about(start: schema.RunStarted | None) -> tuple[Text, Text, Text]:
 def _table(title: str, values: Mapping[str, Any]) -> Text:
     text = Text.assemble((f"\n {title}\n", "bold"))
     for key, value in flat(values):
-        text.append(f"   {clean(key, 60):<30} {value}\n")
+        if value not in ("", "None"):  # not set, or not known
+            text.append(f"   {clean(key, 60):<30} {value}\n")
     return text
 
 
@@ -93,6 +97,9 @@ def flat(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, s
         for number, value in enumerate(values[:16]):
             yield from flat(value, f"{prefix}[{number}]", depth + 1)
     elif isinstance(values, int) and (prefix.endswith("_bytes") or prefix.startswith(_SIZES)):
-        yield prefix, units.format_bytes(values)
+        head, _, owner = prefix.rpartition(".")
+        yield f"{head}.{word(owner)}" if head else prefix, units.format_bytes(values)
+    elif isinstance(values, float) and prefix.startswith(_TIMES):
+        yield prefix, units.format_seconds(values)
     else:
         yield prefix, f"{values:.6g}" if isinstance(values, float) else clean(str(values), 200)

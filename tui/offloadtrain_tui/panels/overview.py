@@ -8,11 +8,10 @@ from textual.containers import Grid
 
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.panels.plots import charts, show_charts
 from offloadtrain_tui.verdict import is_calm
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Area, AreaChart, MemoryBars
-from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
 CHARTS = ("loss", "tokens_per_s", "exposed", "grad_norm")
@@ -27,8 +26,7 @@ class Overview(Panel):
         yield MemoryBars(legend=2, id="overview-bars")
         yield Timeline(Lanes(0), id="overview-lanes")
         with Grid(id="overview-charts"):
-            for name in CHARTS:
-                yield Chart(Plot(KINDS[name]), id=f"overview-{name}")
+            yield from charts(self, CHARTS)
             for name in AREAS:
                 yield AreaChart(Area(""), id=f"overview-area-{name}")
 
@@ -40,8 +38,7 @@ class Overview(Panel):
             self.query_one(f"#overview-{widget}").display = bool(shown.snapshot.state)
         lanes = Lanes(spans[0].step if spans else 0, spans, view.start)
         self.query_one("#overview-lanes", Timeline).show(lanes)
-        for name in CHARTS:
-            self.query_one(f"#overview-{name}", Chart).show(plot(name, shown))
+        show_charts(self, CHARTS, shown)
         areas: dict[str, Area] = {}
         if view.live and is_calm(view):
             areas["grad_norm"] = memory.host_history(shown.views, tiers[-1])

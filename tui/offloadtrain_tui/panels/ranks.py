@@ -44,7 +44,29 @@ def rank_table(views: Sequence[View]) -> tuple[tuple[str, ...], list[tuple[str, 
     and bubble, with hybrid sharding the group that shares the state, with tensor parallelism the
     part of every matrix, with expert parallelism the experts."""
     heads: tuple[str, ...] = (*RANKS, lane_word("host", views[0].start), "memory", "loss")
-    rows = rank_rows(views)
+    newest = max((view.step for view in views), default=0)
+    middle = _middle(views)
+    rows: list[tuple[str, ...]] = []
+    for view in views:
+        own_ms = view.median_own_ms()
+        apart = 100 * (own_ms / middle - 1) if own_ms and middle else math.nan
+        lag = newest - view.step
+        tiers = ("device", "host") if view.on_cpu else ("device",)
+        used_bytes = sum(row.num_bytes for row in view.memory if row.tier in tiers)
+        rows.append(
+            (
+                str(view.history.rank),
+                str(view.step),
+                f"{lag} steps" if lag else "",
+                milliseconds(view.median_step_ms()),
+                milliseconds(own_ms),
+                "-" if math.isnan(apart) else f"{round(apart, 1) + 0.0:+.1f}%",  # no "-0.0%"
+                milliseconds(view.last("exposed_ms")),
+                milliseconds(view.busy_ms("host")),
+                units.format_bytes(used_bytes),
+                short(view.last("loss")),
+            )
+        )
     for names, cells_of in _COLUMNS:
         added = [cells_of(view) for view in views]
         if any(cells[-1] for cells in added):
@@ -104,33 +126,6 @@ _COLUMNS: tuple[tuple[tuple[str, ...], Callable[[View], tuple[str, ...]]], ...] 
 )
 """Columns that a division of the ranks adds: their heads, and the cells of a rank. The last cell of
 every rank is "" without that division."""
-
-
-def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
-    newest = max((view.step for view in views), default=0)
-    middle = _middle(views)
-    rows: list[tuple[str, ...]] = []
-    for view in views:
-        own_ms = view.median_own_ms()
-        apart = f"{100 * (own_ms / middle - 1):+.1f}%" if own_ms and middle else "-"
-        lag = newest - view.step
-        tiers = ("device", "host") if view.on_cpu else ("device",)
-        used_bytes = sum(row.num_bytes for row in view.memory if row.tier in tiers)
-        rows.append(
-            (
-                str(view.history.rank),
-                str(view.step),
-                f"{lag} steps" if lag else "",
-                milliseconds(view.median_step_ms()),
-                milliseconds(own_ms),
-                apart,
-                milliseconds(view.last("exposed_ms")),
-                milliseconds(view.busy_ms("host")),
-                units.format_bytes(used_bytes),
-                short(view.last("loss")),
-            )
-        )
-    return rows
 
 
 def skew(views: Sequence[View]) -> str:

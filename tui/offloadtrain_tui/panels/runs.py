@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.widgets import DataTable, Static
 
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.reading.listing import COLUMNS, RunRow
+from offloadtrain_tui.reading.log_reader import COLUMNS, RunRow
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.drawn import STATE_COLORS
 from offloadtrain_tui.widgets.table import Cell, fill, tell

@@ -1,4 +1,4 @@
-"""Snapshots of run folders, read by one thread for all others."""
+"""Snapshots of run folders, read by one thread for all others; and the list of a folder's runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offloadtrain.boundary.safe_open import open_regular
+from offloadtrain.config import units
+from offloadtrain.events import oom_kills
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.reading import runs
@@ -19,6 +21,7 @@ from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.tail import Tail
 from offloadtrain_tui.reading.view import View
+from offloadtrain_tui.text import clean, short
 
 POLL_S = 0.17
 NEWS_S, NEWS_OVER_SSH_S = 0.33, 1.0
@@ -149,16 +152,13 @@ class RunReader:
             pass
         return self.snapshot(now_s)
 
-    def snapshot(self, now_s: float, at_s: float | None = None) -> Snapshot:
-        """Return the run at the time `at_s`; None: the newest."""
+    def snapshot(self, now_s: float) -> Snapshot:
+        """Return the run as far as it has been read."""
         known = {**self.histories, **self._glances}
         ordered = sorted(known.values(), key=lambda history: history.rank)
-        views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
+        views = tuple(map(View.at, ordered)) or (View.at(History()),)
         folder = self.run.folder
-        if at_s is None:
-            life = runs.life_of(folder, views[0], now_s, self._silent_s(views[0], now_s))
-        else:
-            life = runs.Life(runs.state_of(views[0], None, at_s), None)
+        life = runs.life_of(folder, views[0], now_s, self._silent_s(views[0], now_s))
         state = life.state
         if folder is None and state == "starting" and views[0].start is None:
             state = "unknown"  # a file of something else starts no run
@@ -166,7 +166,8 @@ class RunReader:
         if folder is not None and not os.access(folder / "events", os.R_OK | os.X_OK):
             why = "no permission" if os.path.lexists(folder / "events") else "it is gone"
             refused, state = (f"{folder / 'events'}: {why}", *refused), "unknown"
-        killed = state == "killed" and runs.killed_for_memory(folder, life.set_up)
+        then = life.set_up.oom_kills if life.set_up else runs.facts(folder).get("oom_kills")
+        killed = state == "killed" and oom_kills.risen(then)  # probably by the kernel, for memory
         return Snapshot(
             *(self.run.name, folder, views, state, self.is_complete, refused, killed),
             *(bool(life.alive), life.set_up, runs.ending_of(folder, views[0], state)),
@@ -218,6 +219,96 @@ def glance(path: Path, rank: int = 0, tail_bytes: int = _TAIL_BYTES) -> History:
 def _rank_of(path: Path) -> int:
     digits = path.stem.removeprefix("rank")
     return int(digits) if digits.isdigit() else 0
+
+
+# ---- the list of runs, from the ends of their logs
+
+COLUMNS = ("run", "state", "step", "loss", "val", "tok/s", "ran", "last step")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A row of the list; None: not in the log.
+
+    Attributes:
+        ending: how it has ended; None: it is alive, or not known to have ended.
+    """
+
+    folder: Path
+    state: str
+    step: int
+    total: int | None
+    loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+    last_s: float | None
+    ending: runs.Ending | None = None
+
+    def cells(self, now_s: float) -> tuple[str, ...]:
+        """Return a text for each of `COLUMNS`; "-": not known."""
+        lasted_s = self.ending.lasted_s if self.ending else None
+        age_s = None if self.last_s is None else max(now_s - self.last_s, 0.0)
+        return (
+            clean(self.folder.name),
+            self.state,
+            f"{self.step}/{self.total}" if self.total else str(self.step),
+            *map(short, (self.loss, self.val_loss, self.tokens_per_s)),
+            "-" if lasted_s is None else units.format_duration(lasted_s),
+            "-" if age_s is None else f"{units.format_duration(age_s)} ago",
+        )
+
+
+@dataclass(slots=True)
+class Listing:
+    """The runs of a folder, and others by name; of a log that has not grown, nothing is read
+    again."""
+
+    runs_dir: Path
+    named: tuple[Path, ...] = ()
+    _views: dict[Path, tuple[tuple[int, int], View]] = field(default_factory=dict)
+
+    def rows(self, now_s: float, most: int = 200) -> list[RunRow]:
+        """Return the named runs, then those of the folder, the newest first."""
+        there = runs.all_runs(self.runs_dir)[:most]
+        listed = {path.resolve() for path in there} if self.named else set()
+        folders = [path for path in self.named if path.resolve() not in listed] + there
+        self._views = {folder: self._read(folder) for folder in folders}
+        return [_row(folder, view, now_s) for folder, (_, view) in self._views.items()]
+
+    def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
+        """Return the first and the last records of rank 0, with the log's size and time."""
+        logs = runs.open_run(folder).logs
+        stamp = (0, 0)
+        with suppress(OSError):
+            status = os.lstat(logs[0]) if logs else None
+            stamp = (status.st_size, status.st_mtime_ns) if status else stamp
+        known = self._views.get(folder)
+        if known is not None and known[0] == stamp:
+            return known
+        return stamp, View.at(glance(logs[0]) if logs else History())
+
+
+def _row(folder: Path, view: View, now_s: float) -> RunRow:
+    state = runs.life_of(folder, view, now_s).state
+    return RunRow(
+        folder=folder,
+        state=state,
+        step=view.step,
+        total=view.total_steps,
+        loss=view.last("loss"),
+        val_loss=view.val_loss,
+        tokens_per_s=view.last("tokens_per_s"),
+        last_s=view.step_time_s,
+        ending=runs.ending_of(folder, view, state),
+    )
+
+
+def list_runs(runs_dir: Path, now_s: float) -> list[RunRow]:
+    """Return the runs of a folder, the newest first."""
+    return Listing(runs_dir).rows(now_s)
+
+
+# ---- the reader thread
 
 
 class Reader:

@@ -17,7 +17,7 @@ from typing import Any
 
 from offloadtrain.boundary.safe_open import open_descriptor, read_json, read_regular
 from offloadtrain.config import units
-from offloadtrain.events import oom_kills, set_up_file
+from offloadtrain.events import set_up_file
 from offloadtrain.events.commands import resume_command
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.reading.view import View
@@ -145,8 +145,10 @@ def life_of(folder: Path | None, view: View, now_s: float, silent_s: float | Non
         return Life("starting", now)  # a newer start, which has not written its own yet
     if set_up is not None:
         return Life("unknown" if alive is None else "killed", alive, set_up)
-    if folder is not None and alive and is_resuming(folder):
-        return Life("starting", alive)
+    if folder is not None and alive:
+        pid, owner = facts(folder).get("pid"), _owner(folder / "lock")
+        if isinstance(pid, int) and owner not in (None, pid):
+            return Life("starting", alive)  # a new process, which has not begun to write yet
     return Life(state_of(view, alive, now_s, silent_s if alive is None else None), alive)
 
 
@@ -174,18 +176,6 @@ def is_alive(folder: Path | None) -> bool | None:
     if not isinstance(pid, int) or not isinstance(ticks, int):
         return True  # locked, and about to write run.json
     return _runs(pid, ticks) or _owner(folder / "lock") not in (None, pid)
-
-
-def is_resuming(folder: Path) -> bool:
-    """Return whether the lock of a living run is that of a new process, which has not begun to
-    write yet."""
-    pid, owner = facts(folder).get("pid"), _owner(folder / "lock")
-    return isinstance(pid, int) and owner not in (None, pid)
-
-
-def killed_for_memory(folder: Path | None, set_up: SetUpNow | None = None) -> bool:
-    """Return whether a killed run was probably ended by the kernel, which had no more memory."""
-    return oom_kills.risen(set_up.oom_kills if set_up else facts(folder).get("oom_kills"))
 
 
 def state_of(view: View, alive: bool | None, now_s: float, silent_s: float | None = None) -> str:

@@ -193,6 +193,11 @@ class Chart(Drawn[Plot]):
             segments.append(Segment(f"{label} {figure}", style))
         if plot.log:
             segments.append(Segment(" log", self.style("foreground", dim=True)))
+        # Figures without room are left out whole, after a title that the others explain.
+        if _cells(segments) > self._width and len(plot.kind.fields) > 1 and not plot.kind.smoothed:
+            del segments[0]
+        while _cells(segments) > self._width and len(segments) > 1:
+            segments.pop()
         return segments
 
     def _body(self, canvas: Canvas, labels: Sequence[str]) -> list[Strip]:
@@ -265,6 +270,10 @@ def _extents(curve: Curve, plot: Plot, outline: Outline, count: int) -> list[Ext
     if curve.mirrored:
         extents = [(-high, -low) if low <= high else NOTHING for low, high in extents]
     return [logarithmic(extent) for extent in extents] if plot.log else extents
+
+
+def _cells(segments: Sequence[Segment]) -> int:
+    return sum(segment.cell_length for segment in segments)
 
 
 # ---- braille

@@ -79,7 +79,7 @@ class Timeline(Drawn[Lanes]):
 
     def _axis(self, interval: tuple[float, float], width: int) -> list[Segment]:
         start, end = interval
-        left, right = f" step {self.content.step}", f"{milliseconds(end)}"
+        left, right = f" sampled step {self.content.step}", f"{milliseconds(end)}"
         middle = f"from {milliseconds(start)}" if self.content.zoom > 1 else ""
         room = max(width - len(left) - len(right) - 1, 0)
         return [Segment(f"{left}{middle:^{room}}{right}", self.style("foreground", dim=True))]

@@ -207,9 +207,7 @@ class StepGradients:
         """Wait for this engine's sums of squares, and send them to the other engines of the model;
         see `NormMeasure.send`."""
         counter = self.reports.counter
-        return self.norm_measure.send(
-            asker, counter.steps, counter.undecided_scale, max_norm, skip=skip
-        )
+        return self.norm_measure.send(asker, counter.steps, counter.divisor, max_norm, skip=skip)
 
 
 class Engine:
@@ -233,7 +231,9 @@ class Engine:
         self.functions = functions
         self.gradients = gradients
         self.residency = residency
-        self._ranks = ranks = norm_measure.ranks
+        ranks = norm_measure.ranks
+        self._ranks = None if ranks.is_single else ranks
+        """Those that agree on the order of uploads; None for a single rank."""
         self.forward_hooks = forward_hooks
         forward_hooks.on_root = self._begin_forward
         forward_hooks.on_blocks = gradients.forward_begins
@@ -253,7 +253,7 @@ class Engine:
     def _forward_order(self) -> list[str]:
         """Return the blocks in the order in which their weights go up, that of forward. Among ranks
         it is rank 0's."""
-        return self._used_order() if self._ranks.is_single else self._agreed_order
+        return self._used_order() if self._ranks is None else self._agreed_order
 
     def _used_order(self) -> list[str]:
         # Blocks that forward has never entered come last.
@@ -263,6 +263,7 @@ class Engine:
     @cached_property
     def _agreed_order(self) -> list[str]:
         """A collective: the first step of several ranks agrees on it."""
+        assert self._ranks is not None, "a single rank has nothing to agree on"
         names = [*self.residency.blocks]
         numbers = [*map(names.index, self._used_order())]
         agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
@@ -611,9 +612,8 @@ class Engine:
         self.functions.close()
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
-        scale = self.counter.undecided_scale * self._ranks.everyone.size
         used = self.functions.hyperparameters() if self.program.mode.updates_in_backward else None
-        return Decision(self.counter.steps + 1, skipped, coef, scale, used)
+        return Decision(self.counter.steps + 1, skipped, coef, self.counter.divisor, used)
 
 
 def hook_parameters(engine: Engine) -> list[Any]:

@@ -41,8 +41,9 @@ class PhaseGuard:
         self.closed = False
         self.salvaged = False
         """The device has failed, and the state on the host is that of a step."""
-        self.in_flight = False
-        """Microbatches of a pipeline without flushes may be between forward and backward."""
+        self.in_flight = ""
+        """What the steps of another object leave unfinished between them (`SplitSteps`), and how to
+        end it, for messages; "" for nothing."""
         self.delay_goes_on = False
         """Nothing is in flight, and the next step's forwards use older weights."""
 
@@ -66,10 +67,7 @@ class PhaseGuard:
     def require_at_rest(self, what: str) -> None:
         self.require_open(what)
         if self.in_flight:
-            raise EngineError(
-                f"{what} while microbatches are between forward and backward (schedule = '2bw'): "
-                "call pipeline.drain() on every process first"
-            )
+            raise EngineError(f"{what} while {self.in_flight}")
 
     def require_between_steps(self, what: str) -> None:
         self.require_at_rest(what)
@@ -377,52 +375,14 @@ class Engine:
         norm = self.step_gradients.of_step(skip=skip)
         micro_steps, clipped_to = self.gradients.micro_steps, self.step_gradients.access.clipped_to
         self.step_gradients.access.end_step()
-        decision = self._launch_update(norm, skip=skip, clipped_to=clipped_to)
+        decision = self.launch_update(norm, skip=skip, clipped_to=clipped_to)
         self.gradients.drop()
         self.program.end_step()
         # Launches the loads of the first streamed blocks, during Adam of the others.
         self.residency.restart()
-        return self._conclude(norm, decision, micro_steps)
+        return self.conclude(norm, decision, micro_steps)
 
-    def send_squares(self) -> Callable[[bool], StepReport]:
-        """The first half of step(), where steps overlap: all gradients of the step are here.
-
-        Returns:
-            The second half: waits for the squares of the other ranks, skips (if True, in any case)
-            or clips, and launches Adam and what the update mode uploads at once. The next step's
-            gradients may have begun to arrive. It raises RankError where ranks disagree.
-
-        Raises:
-            EngineError: without a backward since the last step.
-        """
-        self.guard.require_open("step")
-        # Waits for the host's last norm here, and not for any other rank.
-        receive, micro_steps = self.step_gradients.send("step"), self.gradients.micro_steps
-        self.gradients.drop(in_flight=False)
-        self.program.close_sums()
-
-        def decide(skip: bool) -> StepReport:
-            # All have sent before the microbatch came that is about to run here.
-            norm = receive()
-            return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
-
-        return decide
-
-    def publish_weights(self) -> None:
-        """The first forward of a step is about to begin: parameters become the newest weights."""
-        self._interpreter.run_update(self.program.flush)
-
-    def detach_weights(self) -> None:
-        """Prepare for a caller that sets the state and, separately, the weights that forward uses;
-        waits until the lanes are empty."""
-        self._interpreter.run_update(self.program.detach_weights)
-        self.drain()
-
-    def switch_version(self, *, to_previous: bool) -> None:
-        """Parameters become the weights before the newest ones, or the newest ones again."""
-        self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
-
-    def _launch_update(self, norm: Norm, *, skip: bool, clipped_to: float = math.inf) -> Decision:
+    def launch_update(self, norm: Norm, *, skip: bool, clipped_to: float = math.inf) -> Decision:
         """Decide whether the step is skipped and how it is clipped; launch the rest of its update,
         and the uploads.
 
@@ -447,13 +407,33 @@ class Engine:
         self.step_gradients.norm = None
         return decision
 
-    def _conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
+    def conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
+        """Report a step whose update is launched, and tell the loss scale of it.
+
+        Raises:
+            UpdateError: hyperparameters changed after updates inside backward.
+            LossScaleError: see `LossScaler.update`.
+        """
         report = self.reports.report(norm, decision, micro_steps, self.program.speculation)
         self._has_stepped = True
         # The step is done and reported: raising before would have left it half done.
         self.program.mode.verify()
         self.reports.end_step(report)
         return report
+
+    def publish_weights(self) -> None:
+        """The first forward of a step is about to begin: parameters become the newest weights."""
+        self._interpreter.run_update(self.program.flush)
+
+    def detach_weights(self) -> None:
+        """Prepare for a caller that sets the state and, separately, the weights that forward uses;
+        waits until the lanes are empty."""
+        self._interpreter.run_update(self.program.detach_weights)
+        self.drain()
+
+    def switch_version(self, *, to_previous: bool) -> None:
+        """Parameters become the weights before the newest ones, or the newest ones again."""
+        self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
 
     def salvage(self, failure: BaseException) -> None:
         """After a failure of the device: make the state on the host that of `step_count`, without

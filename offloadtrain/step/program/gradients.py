@@ -76,12 +76,6 @@ class GradientRefs:
         """The lane that adds microbatches and measures them."""
         return self.lane if self.separate_sum is None else Lane.UPDATE
 
-    def close_sum(self) -> None:
-        """Fix the gradient that Adam will read; the next step writes to the other one."""
-        self.decided = self.adding
-        if self.file is None and len(self.versions) > 1:
-            self.adding = self.versions[1 - self.adding.copy]
-
     def end_step(self) -> None:
         """Forget the gradient: the step was applied or dropped."""
         self.touched = self.arrived = False

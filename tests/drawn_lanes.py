@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from offloadtrain.runtime.lanes import Lanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from tests import levels
+from tests.harsh_lanes import PausingLanes
 from tests.seeded_lanes import SeededLanes
 
 KINDS: dict[str, Callable[[], Lanes] | None] = {
     "default": None,
     "late": lambda: SeededLanes(11, late=True),
     "seeded": lambda: SeededLanes(12),
-    "threads": lambda: ThreadLanes(seed=13, longest_delay_ms=0.2),
+    "threads": lambda: PausingLanes(0.2, seed=13),
 }
 _KIND = pytest.StashKey[str]()
 

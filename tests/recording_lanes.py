@@ -119,9 +119,9 @@ class RecordingLanes(Lanes):
             self.program.append(Closed(number))
         self.inner.close_span(span)
 
-    def alloc(self, range_: Range, lane: Lane) -> Range:
+    def undefine(self, range_: Range, lane: Lane) -> None:
         self.program.append(Undefined(extent(range_)))
-        return self.inner.alloc(range_, lane)
+        self.inner.undefine(range_, lane)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory = self.inner.allocate(numel, dtype, device)

@@ -41,8 +41,9 @@ class PhaseGuard:
         self.closed = False
         self.salvaged = False
         """The device has failed, and the state on the host is that of a step."""
-        self.in_flight = False
-        """Microbatches of a pipeline without flushes may be between forward and backward."""
+        self.in_flight = ""
+        """What the steps of another object leave unfinished between them (`SplitSteps`), and how to
+        end it, for messages; "" for nothing."""
         self.delay_goes_on = False
         """Nothing is in flight, and the next step's forwards use older weights."""
 
@@ -66,10 +67,7 @@ class PhaseGuard:
     def require_at_rest(self, what: str) -> None:
         self.require_open(what)
         if self.in_flight:
-            raise EngineError(
-                f"{what} while microbatches are between forward and backward (schedule = '2bw'): "
-                "call pipeline.drain() on every process first"
-            )
+            raise EngineError(f"{what} while {self.in_flight}")
 
     def require_between_steps(self, what: str) -> None:
         self.require_at_rest(what)
@@ -207,9 +205,7 @@ class StepGradients:
         """Wait for this engine's sums of squares, and send them to the other engines of the model;
         see `NormMeasure.send`."""
         counter = self.reports.counter
-        return self.norm_measure.send(
-            asker, counter.steps, counter.undecided_scale, max_norm, skip=skip
-        )
+        return self.norm_measure.send(asker, counter.steps, counter.divisor, max_norm, skip=skip)
 
 
 class Engine:
@@ -233,7 +229,9 @@ class Engine:
         self.functions = functions
         self.gradients = gradients
         self.residency = residency
-        self._ranks = ranks = norm_measure.ranks
+        ranks = norm_measure.ranks
+        self._ranks = None if ranks.is_single else ranks
+        """Those that agree on the order of uploads; None for a single rank."""
         self.forward_hooks = forward_hooks
         forward_hooks.on_root = self._begin_forward
         forward_hooks.on_blocks = gradients.forward_begins
@@ -253,7 +251,7 @@ class Engine:
     def _forward_order(self) -> list[str]:
         """Return the blocks in the order in which their weights go up, that of forward. Among ranks
         it is rank 0's."""
-        return self._used_order() if self._ranks.is_single else self._agreed_order
+        return self._used_order() if self._ranks is None else self._agreed_order
 
     def _used_order(self) -> list[str]:
         # Blocks that forward has never entered come last.
@@ -263,6 +261,7 @@ class Engine:
     @cached_property
     def _agreed_order(self) -> list[str]:
         """A collective: the first step of several ranks agrees on it."""
+        assert self._ranks is not None, "a single rank has nothing to agree on"
         names = [*self.residency.blocks]
         numbers = [*map(names.index, self._used_order())]
         agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
@@ -376,52 +375,14 @@ class Engine:
         norm = self.step_gradients.of_step(skip=skip)
         micro_steps, clipped_to = self.gradients.micro_steps, self.step_gradients.access.clipped_to
         self.step_gradients.access.end_step()
-        decision = self._launch_update(norm, skip=skip, clipped_to=clipped_to)
+        decision = self.launch_update(norm, skip=skip, clipped_to=clipped_to)
         self.gradients.drop()
         self.program.end_step()
         # Launches the loads of the first streamed blocks, during Adam of the others.
         self.residency.restart()
-        return self._conclude(norm, decision, micro_steps)
+        return self.conclude(norm, decision, micro_steps)
 
-    def send_squares(self) -> Callable[[bool], StepReport]:
-        """The first half of step(), where steps overlap: all gradients of the step are here.
-
-        Returns:
-            The second half: waits for the squares of the other ranks, skips (if True, in any case)
-            or clips, and launches Adam and what the update mode uploads at once. The next step's
-            gradients may have begun to arrive. It raises RankError where ranks disagree.
-
-        Raises:
-            EngineError: without a backward since the last step.
-        """
-        self.guard.require_open("step")
-        # Waits for the host's last norm here, and not for any other rank.
-        receive, micro_steps = self.step_gradients.send("step"), self.gradients.micro_steps
-        self.gradients.drop(in_flight=False)
-        self.program.close_sums()
-
-        def decide(skip: bool) -> StepReport:
-            # All have sent before the microbatch came that is about to run here.
-            norm = receive()
-            return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
-
-        return decide
-
-    def publish_weights(self) -> None:
-        """The first forward of a step is about to begin: parameters become the newest weights."""
-        self._interpreter.run_update(self.program.flush)
-
-    def detach_weights(self) -> None:
-        """Prepare for a caller that sets the state and, separately, the weights that forward uses;
-        waits until the lanes are empty."""
-        self._interpreter.run_update(self.program.detach_weights)
-        self.drain()
-
-    def switch_version(self, *, to_previous: bool) -> None:
-        """Parameters become the weights before the newest ones, or the newest ones again."""
-        self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
-
-    def _launch_update(self, norm: Norm, *, skip: bool, clipped_to: float = math.inf) -> Decision:
+    def launch_update(self, norm: Norm, *, skip: bool, clipped_to: float = math.inf) -> Decision:
         """Decide whether the step is skipped and how it is clipped; launch the rest of its update,
         and the uploads.
 
@@ -446,13 +407,33 @@ class Engine:
         self.step_gradients.norm = None
         return decision
 
-    def _conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
+    def conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
+        """Report a step whose update is launched, and tell the loss scale of it.
+
+        Raises:
+            UpdateError: hyperparameters changed after updates inside backward.
+            LossScaleError: see `LossScaler.update`.
+        """
         report = self.reports.report(norm, decision, micro_steps, self.program.speculation)
         self._has_stepped = True
         # The step is done and reported: raising before would have left it half done.
         self.program.mode.verify()
         self.reports.end_step(report)
         return report
+
+    def publish_weights(self) -> None:
+        """The first forward of a step is about to begin: parameters become the newest weights."""
+        self._interpreter.run_update(self.program.flush)
+
+    def detach_weights(self) -> None:
+        """Prepare for a caller that sets the state and, separately, the weights that forward uses;
+        waits until the lanes are empty."""
+        self._interpreter.run_update(self.program.detach_weights)
+        self.drain()
+
+    def switch_version(self, *, to_previous: bool) -> None:
+        """Parameters become the weights before the newest ones, or the newest ones again."""
+        self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
 
     def salvage(self, failure: BaseException) -> None:
         """After a failure of the device: make the state on the host that of `step_count`, without
@@ -611,9 +592,8 @@ class Engine:
         self.functions.close()
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
-        scale = self.counter.undecided_scale * self._ranks.everyone.size
         used = self.functions.hyperparameters() if self.program.mode.updates_in_backward else None
-        return Decision(self.counter.steps + 1, skipped, coef, scale, used)
+        return Decision(self.counter.steps + 1, skipped, coef, self.counter.divisor, used)
 
 
 def hook_parameters(engine: Engine) -> list[Any]:

@@ -217,10 +217,10 @@ class Gradients:
             block: _Delivery(sum(len(bucket.slots) for bucket in block.buckets)) for block in blocks
         }
         self._trained = [block for block in blocks if block.buckets]
-        self._turns = None if ranks.is_single else ReduceOrder(self._trained[::-1])
-        """None: every block is sent as soon as it is ready."""
         self._agreed = ranks.is_single
-        self._in_flight = InFlight(blocks, in_order=in_order)
+        # A single rank sends every block as soon as it is ready, and gathers nothing in backward.
+        self._turns = None if ranks.is_single else ReduceOrder(self._trained[::-1])
+        self._in_flight = None if ranks.is_single else InFlight(blocks, in_order=in_order)
         self.micro_steps = 0
         """Whole micro-steps since the last optimizer step."""
         self.open = False
@@ -272,7 +272,8 @@ class Gradients:
     def begin_root_forward(self) -> None:
         """A forward of the model begins that is not part of a backward."""
         self.end_micro_step()
-        self._in_flight.forward_begins()
+        if self._in_flight is not None:
+            self._in_flight.forward_begins()
 
     def backward_reached(self, clock: int, again: Block | None) -> None:
         """Backward is about to use a block whose forward began at `clock`: send what it has passed,
@@ -282,21 +283,22 @@ class Gradients:
             again: that block, if its forward is about to run again; that of blocks without a
                 gradient may be next.
         """
-        clock = clock if again is None else self._in_flight.clocks(again)[1]
-        assert self._turns is not None, "a single rank gathers nothing"
-        while self._turns.remaining:
-            block = self._turns.remaining[0]
+        turns, in_flight = self._turns, self._in_flight
+        assert turns is not None and in_flight is not None, "a single rank gathers nothing"
+        clock = clock if again is None else in_flight.clocks(again)[1]
+        while turns.remaining:
+            block = turns.remaining[0]
             # A block that no forward of this rank has entered stays on the device: every rank
             # gathers the others.
-            first, _ = self._in_flight.clocks(block)
+            first, _ = in_flight.clocks(block)
             over = first > clock if first else not block.source.gathers
             if not over or (again is not None and not self._deliveries[block].arrived):
                 return
             if not self.open:
-                if not (self.in_explicit_backward or self._in_flight.will_deliver(self._trained)):
+                if not (self.in_explicit_backward or in_flight.will_deliver(self._trained)):
                     return
                 self._begin()
-            for ready in self._turns.ready(block):
+            for ready in turns.ready(block):
                 self._take(ready)
 
     @property
@@ -325,7 +327,8 @@ class Gradients:
                     self._take(block)
         else:
             self._agree()
-        self._in_flight.backward_ends()
+        if self._in_flight is not None:
+            self._in_flight.backward_ends()
         self._close()
         self.micro_steps += 1
 
@@ -358,7 +361,7 @@ class Gradients:
         self._functions.delivered = {}
         for bucket in (bucket for block in self._trained for bucket in block.buckets):
             take_gradients(bucket.params)
-        if in_flight:
+        if in_flight and self._in_flight is not None:
             self._in_flight.drop()
         self._close()
         self.micro_steps = 0

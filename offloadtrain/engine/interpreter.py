@@ -670,7 +670,7 @@ class Interpreter:
                     elif type(op) is Wait:
                         lanes.wait(op.lane, op.event.real, op)
                     elif type(op) is Undefined:
-                        lanes.alloc(memory[op.ref], op.lane)
+                        lanes.undefine(memory[op.ref], op.lane)
                     elif type(op) is HostWait:
                         lanes.host_wait(op.event.real, op.why)
                     elif type(op) is Allocate:

@@ -92,10 +92,10 @@ class NormMeasure:
         division: Division,
     ) -> None:
         self.buckets = buckets
-        self._sums = [program.buckets[bucket.name].gradient for bucket in buckets]
         self._program, self._interpreter = program, interpreter
         self._gradients, self._functions = gradients, functions
         self.ranks, self._parts = division.replicas, division.parts
+        self._is_single = self.ranks.is_single
         self._skipping, self._exchange = division.skipping, division.norm
         rows = [key for key in memory.table.rows if key.kind is Memory.NORMS]
         rows.sort(key=lambda key: key.version)  # the host's copy of the device's comes last
@@ -125,7 +125,7 @@ class NormMeasure:
         self,
         asker: str,
         step_count: int,
-        loss_scale: float,
+        divisor: float,
         max_norm: float | None = None,
         *,
         skip: bool = False,
@@ -133,6 +133,7 @@ class NormMeasure:
         """Wait for the squares of this engine, and send them to the others.
 
         Args:
+            divisor: see `StepCounter.divisor`.
             skip: the step will be skipped, on every rank.
 
         Returns:
@@ -158,12 +159,11 @@ class NormMeasure:
         def norm() -> Norm:
             measured = measured_here if self._exchange is None else receive()
             self.check_ranks(self.ranks, measured.intents, step_count)
-            scale = loss_scale * self.ranks.everyone.size
             norms, total = [], 0.0
             for squares in measured.of_parameter:  # added in the order of the model
-                norms.append(math.sqrt(squares) / scale)
+                norms.append(math.sqrt(squares) / divisor)
                 total += squares
-            return Norm(math.sqrt(total) / scale, measured.nonfinite, norms)
+            return Norm(math.sqrt(total) / divisor, measured.nonfinite, norms)
 
         return norm
 
@@ -187,7 +187,8 @@ class NormMeasure:
             self._skipping.agree(usages, (ranks.everyone, self._parts))
         squares = self._local()
         sent = torch.cat([squares, torch.tensor(intent, dtype=squares.dtype, device="cpu")])
-        rows = self.ranks.all_gather_host(sent)
+        # A single rank waits for no other.
+        rows = sent[None] if self._is_single else self.ranks.all_gather_host(sent)
         sums, nonfinite = [], {}
         for index, values in enumerate(rows[:, : squares.numel()].T.tolist()):
             of_parameter = 0.0
@@ -202,7 +203,8 @@ class NormMeasure:
     def _local(self) -> Tensor:
         """Return this rank's sum of each parameter, (n,) fp64 on the host."""
         # The program's last operations have waited for them.
-        tiers = [gradient.measured_on for gradient in self._sums]
+        gradients = (self._program.buckets[bucket.name].gradient for bucket in self.buckets)
+        tiers = [gradient.measured_on for gradient in gradients]
         if len(set(tiers)) == 1:
             return self._of_tier[_measured(tiers[0])]
         squares = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
@@ -223,7 +225,7 @@ class NormMeasure:
             RankError: ranks disagree about the step.
         """
         intent = [step_count, digest(coef), float(skip)]
-        if not self.ranks.is_single:
+        if not self._is_single:
             rows = self.ranks.everyone.all_gather_host(self._intent(intent))
             self.check_ranks(self.ranks.everyone, rows, step_count)
         if self._exchange is not None:
@@ -238,7 +240,7 @@ class NormMeasure:
 
     def _intent(self, intent: Sequence[float]) -> list[float]:
         """Return what must be the same on all data-parallel ranks: the `RANK_COLUMNS`."""
-        if self.ranks.is_single:
+        if self._is_single:
             return []
         self._written = self._functions.digests.take_weights()
         written = digest(sorted(self._written.items()))

@@ -144,7 +144,9 @@ class StepCounter:
             run's: 0-dim fp32 tensors, which follow `steps`.
     """
 
-    def __init__(self, config: OffloadConfig) -> None:
+    def __init__(self, config: OffloadConfig, num_batches: int) -> None:
+        """`num_batches`: ranks whose batches make a step."""
+        self._num_batches = num_batches
         scales = config.precision == "fp16"
         self.scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
         self.steps = self.tries = self.skipped_in_a_row = 0
@@ -164,6 +166,12 @@ class StepCounter:
         """The loss scale of the step that is decided next: without a flush, the next step's
         microbatches may run by then, and `loss_scale` is theirs."""
         return self.loss_scale if self._undecided is None else self._undecided
+
+    @property
+    def divisor(self) -> float:
+        """What the gradients of the step that is decided next are divided by: they arrive as the
+        sum over ranks, times the loss scale."""
+        return self.undecided_scale * self._num_batches
 
     def begin_next_step(self) -> None:
         """The next step's first microbatch is about to run, and the last step is not decided.
@@ -217,11 +225,12 @@ class Reporter:
     """
 
     def __init__(self, lanes: Lanes, ranks: Ranks, spec: StepSpec) -> None:
-        self.counter = StepCounter(spec.config)
+        self.counter = StepCounter(spec.config, ranks.everyone.size)
         self.last_step: StepReport | None = None
         self.warns_of_skips = True
         self.layouts = 0
-        self._lanes, self._ranks = lanes, ranks
+        self._lanes = lanes
+        self._is_single, self._logs = ranks.is_single, ranks.rank == 0
         self._totals = lanes.read_totals()
         self._sampling = self._has_warned = False
         self.begin_layout(spec)
@@ -245,7 +254,7 @@ class Reporter:
         timeline = self._lanes.end_timeline() if sampled else None
         totals = self._lanes.read_totals()
         spent, self._totals = totals.minus(self._totals), totals
-        if speculation.mostly_wrong and not self._has_warned and self._ranks.rank == 0:
+        if speculation.mostly_wrong and not self._has_warned and self._logs:
             self._has_warned = True
             _log.warning(
                 "update = 'speculative': most of the last steps were clipped or skipped, so that "
@@ -258,7 +267,7 @@ class Reporter:
             grad_norm=norm.value,
             skipped_in_a_row=self.counter.skipped_in_a_row,
             nonfinite=tuple(norm.nonfinite),
-            nonfinite_ranks=() if self._ranks.is_single else tuple(norm.nonfinite.values()),
+            nonfinite_ranks=() if self._is_single else tuple(norm.nonfinite.values()),
             clip_coef=decision.coef,
             loss_scale=self.counter.undecided_scale,
             micro_steps=micro_steps,
@@ -283,7 +292,7 @@ class Reporter:
         Raises:
             LossScaleError: see `LossScaler.update`.
         """
-        warns = self.warns_of_skips and self._ranks.rank == 0
+        warns = self.warns_of_skips and self._logs
         if warns and report.skipped_in_a_row == ALARM:
             _log.warning(
                 "%d steps in a row were skipped: the gradient norm is %s, so that nothing is "

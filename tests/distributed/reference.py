@@ -23,8 +23,8 @@ import offloadtrain as ot
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
+from tests.harsh_lanes import PausingLanes, poisoned
 from tests.numerics import skipping, test_float8
 from tests.numerics.comparison import DTYPES
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, batches, loss_of
@@ -34,7 +34,7 @@ from tests.seeded_lanes import SeededLanes
 
 LANES: dict[str, Callable[[], Lanes]] = {
     "in order": SequentialLanes,
-    "threads": lambda: ThreadLanes(seed=dist.get_rank(), longest_delay_ms=1.0),
+    "threads": lambda: PausingLanes(1.0, seed=dist.get_rank()),
     "seeded": lambda: SeededLanes(dist.get_rank()),
     "late": lambda: SeededLanes(dist.get_rank(), late=True),
 }
@@ -245,9 +245,7 @@ def compare(
     if "fp8" in chosen:
         resident = test_float8.converted(resident, chosen["fp8"])
     skips = "skip_unused" in chosen
-    lanes = LANES[training.lanes]()
-    lanes.poison = True
-    with on_lanes(lanes):
+    with on_lanes(poisoned(LANES[training.lanes]())):
         optimizer = ot.offload(
             model,
             ot.AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout import step_spec as spec
 from tests.distributed.conftest import Run
 from tests.distributed.reference import compare, own_batches
+from tests.harsh_lanes import PausingLanes
 from tests.numerics.comparison import train
 from tests.numerics.models import Chain, loss_of
 from tests.numerics.skipping import PATTERNS
@@ -190,7 +190,7 @@ def run_of(*, pieces: int = 64 << 20, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Chain(4)
     accum = options.get("grad_accum_steps", 1)
-    with on_lanes(ThreadLanes(seed=dist.get_rank(), longest_delay_ms=0.5)):
+    with on_lanes(PausingLanes(0.5, seed=dist.get_rank())):
         optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", clip_norm=0.5, **options)
     losses = []
     stream = own_batches(4 * accum)

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.engine.autograd.offload import ActivationOffloader, OffloadedActivation
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.activations import ActivationPath
+from tests.harsh_lanes import PausingLanes
 from tests.seeded_lanes import SeededLanes
 
 LAYERS, SIZE, STEPS = 6, 500_000, 10
@@ -36,7 +36,7 @@ FAULTS = ("reuse", "copies")
 LANES: list[Callable[[], Lanes]] = [
     SequentialLanes,
     lambda: SeededLanes(1, late=True),
-    lambda: ThreadLanes(longest_delay_ms=0.2),
+    lambda: PausingLanes(0.2),
 ]
 SAVED = {"activation": "offload_saved", "offload_saved_above": 0}
 PLACEMENTS: dict[str, dict[str, Any]] = {

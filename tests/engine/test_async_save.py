@@ -20,6 +20,7 @@ from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Written
 from offloadtrain.step.proof.prove import prove
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
+from tests.harsh_lanes import PausingLanes
 from tests.numerics.models import MODELS, batches, loss_of
 from tests.recording_lanes import RecordingLanes
 from tests.seeded_lanes import SeededLanes
@@ -140,7 +141,7 @@ def test_what_is_written_is_the_state_of_its_step(
     expected = trained(SequentialLanes(), name, state, precision, **options)
     options["checkpoint_spill"] = spill
     recorder = RecordingLanes(SequentialLanes())
-    late = SeededLanes(7, late=True) if spill else ThreadLanes(longest_delay_ms=1.0)
+    late = SeededLanes(7, late=True) if spill else PausingLanes(1.0)
     for lanes in (recorder, late):
         same(trained(lanes, name, state, precision, **options), expected)
     assert prove(recorder.program) == []

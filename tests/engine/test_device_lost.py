@@ -19,11 +19,11 @@ import offloadtrain as ot
 from offloadtrain.engine.interpreter import SalvageError
 from offloadtrain.hardware.direct_io import DirectFile
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import updates
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Save
+from tests.harsh_lanes import PausingLanes
 from tests.losing_lanes import LosingLanes
 from tests.numerics.models import Chain, batches, loss_of
 from tests.seeded_lanes import SeededLanes
@@ -45,7 +45,7 @@ BACKENDS = {
     "sequential": SequentialLanes,
     "seeded": lambda: SeededLanes(3),
     "late": lambda: SeededLanes(4, late=True),
-    "threads": lambda: ThreadLanes(longest_delay_ms=0.2),
+    "threads": lambda: PausingLanes(0.2),
 }
 
 

@@ -13,6 +13,7 @@ from offloadtrain.step.program.operations import Kind, Launch, Update
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched
 from tests.engine.test_proof import LANES, program, run
+from tests.harsh_lanes import poisoned
 from tests.numerics.comparison import assert_equal
 from tests.numerics.muon import RULE
 from tests.recording_lanes import RecordingLanes
@@ -40,8 +41,7 @@ def test_no_run_races_and_any_legal_order_of_it_has_the_same_bits(
     expected = run(recorder, "partly used", rule=RULE, steps=4, **options)
     assert prove(recorder.program) == []
     for make_lanes in LANES.values():
-        lanes = make_lanes(7)
-        lanes.poison = True
+        lanes = poisoned(make_lanes(7))
         assert_equal(run(lanes, "partly used", rule=RULE, steps=4, **options), expected)
 
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import updates
 from offloadtrain.step.program.operations import Allocate, Dependencies, Ref
 from offloadtrain.step.proof.prove import order, prove
 from offloadtrain.step.proof.recording import Entry, Waited
 from tests import levels
+from tests.harsh_lanes import PausingLanes, poisoned
 from tests.numerics.comparison import assert_equal, contents, make, pair, train
 from tests.numerics.configurations import Configuration, any_valid, placed
 from tests.numerics.models import batches
@@ -123,7 +123,7 @@ def test_what_the_stream_sanitizer_cannot_see(options: dict[str, Any]) -> None:
 LANES: dict[str, Callable[[int], Lanes]] = {
     "seeded": SeededLanes,
     "late": lambda seed: SeededLanes(seed, late=True),
-    "threads": lambda seed: ThreadLanes(seed=seed, longest_delay_ms=1.0),
+    "threads": lambda seed: PausingLanes(1.0, seed=seed),
 }
 
 
@@ -165,8 +165,7 @@ def test_no_drawn_run_races_and_any_legal_order_of_it_has_the_same_bits(
 ) -> None:
     """Memory that is given out again holds NaN."""
     folder = tmp_path_factory.getbasetemp()
-    recorder, lanes = RecordingLanes(SequentialLanes()), LANES[kind](seed)
-    lanes.poison = True
+    recorder, lanes = RecordingLanes(SequentialLanes()), poisoned(LANES[kind](seed))
     with deterministic_mode(deterministic):
         expected = trained(configuration, recorder, folder)
         actual = trained(configuration, lanes, folder)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.step.layout.formats import FORMATS
 from tests.numerics.models import MODELS, batches, loss_of
 from tests.numerics.reference import SEED, DelayedRun, NarrowRuleRun, ResidentRun
@@ -143,13 +142,6 @@ def compare(
     assert run.skipped < steps
     assert_same(run, optimizer, offloaded)
     optimizer.close()
-
-
-def poisoned() -> SequentialLanes:
-    """Return lanes on which memory that is given out again holds NaN."""
-    lanes = SequentialLanes()
-    lanes.poison = True
-    return lanes
 
 
 def contents(optimizer: ot.OffloadOptimizer, model: nn.Module) -> dict[str, Tensor]:

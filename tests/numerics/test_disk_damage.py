@@ -18,16 +18,16 @@ import offloadtrain as ot
 from offloadtrain.config.errors import DiskError
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.lanes import LaneError, Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import Memory
 from tests import levels
+from tests.harsh_lanes import PausingLanes
 from tests.numerics.comparison import assert_equal, train
 from tests.numerics.models import Chain, batches, loss_of
 from tests.seeded_lanes import SeededLanes
 
 LANES: dict[str, Callable[[], Lanes]] = {
     "in order": SequentialLanes,
-    "threads": lambda: ThreadLanes(seed=3, longest_delay_ms=1.0),
+    "threads": lambda: PausingLanes(1.0, seed=3),
     "seeded": lambda: SeededLanes(7),
     "late": lambda: SeededLanes(8, late=True),
 }

@@ -23,6 +23,7 @@ from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from tests import levels
+from tests.harsh_lanes import poisoned
 from tests.numerics.comparison import (
     ADAMW,
     assert_equal,
@@ -96,8 +97,7 @@ def test_promoted_and_moved_back(name: str, late: bool, device: Device) -> None:
     """Three epochs: all state on the host, some on the device, all on the host again."""
     options = dict(PLACEMENTS[name])
     torch.manual_seed(0)
-    lanes = SeededLanes(3, late=late)
-    lanes.poison = True
+    lanes = poisoned(SeededLanes(3, late=late))
     with on_lanes(lanes):
         run, optimizer, model = pair(Chain(3), state_on="auto", **options)
     device.room = 30_000

@@ -26,10 +26,11 @@ import offloadtrain as ot
 from offloadtrain.engine.autograd.recompute import RecomputeError, Rewind, RewindError
 from offloadtrain.engine.autograd.saved_tensors import ChangedInPlaceError
 from offloadtrain.engine.block import StaleGraphError
-from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.step.program.streaming import StreamError
 from tests import levels
-from tests.numerics.comparison import assert_same, compare, follow, make, pair, poisoned, train
+from tests.harsh_lanes import poisoned
+from tests.numerics.comparison import assert_same, compare, follow, make, pair, train
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_streaming import MODES
 
@@ -104,7 +105,7 @@ PLACED: dict[str, dict[str, Any]] = {
 def test_a_recompute_behind_the_hooks_has_the_same_bits(
     name: str, placement: str, mode: str
 ) -> None:
-    with on_lanes(poisoned()):
+    with on_lanes(poisoned(SequentialLanes())):
         resident, optimizer, model = pair(
             make(RECOMPUTES[name]), accum=2, **{"clip": 0.5, **PLACED[placement], **MODES[mode]}
         )
@@ -194,7 +195,7 @@ def test_adapters_behind_the_hooks_do_not_lose_the_frozen_weights_under_them(
     results = []
     for working in ("device", "host"):
         plain_model = copy.deepcopy(model)
-        with on_lanes(poisoned()):
+        with on_lanes(poisoned(SequentialLanes())):
             optimizer = ot.offload(
                 plain_model,
                 ot.AdamW(lr=1e-2),
@@ -367,7 +368,7 @@ class PastHooks(Chain):
 
 @pytest.mark.parametrize("working", ["device", "host"])
 def test_a_recomputed_layer_that_is_called_past_its_hooks(working: str) -> None:
-    with on_lanes(poisoned()):
+    with on_lanes(poisoned(SequentialLanes())):
         resident, optimizer, model = pair(
             make(lambda: PastHooks(DEPTH)), accum=2, activation="recompute", working=working
         )

@@ -15,6 +15,7 @@ from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.step.program import updates
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched
+from tests.harsh_lanes import poisoned
 from tests.numerics.comparison import (
     DTYPES,
     assert_equal,
@@ -171,9 +172,7 @@ def test_wrong_guesses_change_no_bit(
 @pytest.mark.parametrize("late", [False, True], ids=["drawn", "late"])
 def test_guesses_are_switched_between_steps(state: str, working: str, late: bool) -> None:
     """Off and on again, in any order of the lanes: the bits of a resident run, and no race."""
-    lanes = SeededLanes(3, late=late)
-    lanes.poison = True
-    recorder = RecordingLanes(lanes)
+    recorder = RecordingLanes(poisoned(SeededLanes(3, late=late)))
     with on_lanes(recorder):
         options = {"state": state, "working": working, "clip": 1e9} | SPECULATIVE
         resident, optimizer, model = pair(make("chain"), **options)

@@ -133,9 +133,9 @@ class KeepingLanes(RecordingLanes):
         self._buffers += [range_.buffer.flat for range_ in (*reads, *writes)]
         return super().open_span(name, reads, writes)
 
-    def alloc(self, range_: Range, lane: Lane) -> Range:
+    def undefine(self, range_: Range, lane: Lane) -> None:
         self._buffers.append(range_.buffer.flat)
-        return super().alloc(range_, lane)
+        super().undefine(range_, lane)
 
 
 class RaceError(AssertionError):

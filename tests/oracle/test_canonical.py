@@ -124,7 +124,7 @@ def in_turn(memories: Sequence[torch.Tensor]) -> Callable[[RecordingLanes], None
 
     def body(lanes: RecordingLanes) -> None:
         for buffer in buffers:
-            lanes.alloc(buffer.whole, Lane.LOAD)
+            lanes.undefine(buffer.whole, Lane.LOAD)
             lanes.launch(Lane.LOAD, "load", touch, [], [buffer.whole])
 
     return body

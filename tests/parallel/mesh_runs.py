@@ -19,12 +19,12 @@ import offloadtrain as ot
 from offloadtrain.optim import LossScaler
 from offloadtrain.parallel.unused_experts import merged_steps
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.tensor_parts import Share, shares_of
 from offloadtrain.step.layout.buffer_table import device_owners, host_owners
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
+from tests.harsh_lanes import PausingLanes
 from tests.parallel.models import KINDS, Kind, divide
 from tests.recording_lanes import RecordingLanes
 
@@ -118,7 +118,7 @@ def train(kind_name: str, sizes: Mesh, **options: Any) -> MeshRun:
     loop = Loop(**{name: options.pop(name) for name in names if name in options})
     lanes: Lanes | None = None
     if loop.lanes == "threads":
-        lanes = ThreadLanes(seed=dist.get_rank(), longest_delay_ms=0.3)
+        lanes = PausingLanes(0.3, seed=dist.get_rank())
     if loop.lanes == "proof":
         lanes = RecordingLanes(SequentialLanes())
     with pytest.MonkeyPatch.context() as patch:

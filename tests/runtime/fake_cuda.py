@@ -377,9 +377,8 @@ class LoggedLanes(CudaLanes):
             self._log.add(Closed(number))
         super().close_span(span)
 
-    def alloc(self, range_: Range, lane: Lane) -> Range:
+    def undefine(self, range_: Range, lane: Lane) -> None:
         self._log.add(Undefined(extent(range_)))
-        return super().alloc(range_, lane)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory = super().allocate(numel, dtype, device)

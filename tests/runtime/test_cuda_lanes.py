@@ -27,6 +27,7 @@ from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches
 from tests.engine.test_async_save import Copies
 from tests.engine.test_proof import allocate_after_the_event
+from tests.harsh_lanes import poisoned
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.recording_lanes import extent
 from tests.runtime.fake_cuda import (
@@ -138,7 +139,9 @@ def train(
     """On these lanes, which are closed afterwards. `saves`: the state after each step is written;
     `saved` has it."""
     torch.manual_seed(0)
-    model, result, lanes.poison = MODELS[case.model](), Trained(), case.poison
+    model, result = MODELS[case.model](), Trained()
+    if case.poison:
+        poisoned(lanes)
     accum = case.options.get("grad_accum_steps", 1)
     optimizer = made(lanes, model, **case.options)
     if loss_scale is not None and optimizer._engine.counter.scaler is not None:

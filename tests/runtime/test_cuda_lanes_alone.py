@@ -20,6 +20,7 @@ from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
+from tests.harsh_lanes import poisoned
 from tests.runtime.fake_cuda import (
     HOSTS,
     LONGEST_S,
@@ -260,19 +261,21 @@ def test_who_waits_for_an_event_finds_it_reached(gpu: Gpu) -> None:
 
 @timely
 def test_poison_is_in_the_order_of_its_lane(lanes: LoggedLanes) -> None:
-    memory, lanes.poison = Buffer("memory", torch.zeros(8)), True
-    poisoned: list[bool] = []
+    memory = Buffer("memory", torch.zeros(8))
+    poisoned(lanes)
+    is_nan: list[bool] = []
 
     def look(x: Tensor) -> None:
-        poisoned.append(bool(x.isnan().all()))
+        is_nan.append(bool(x.isnan().all()))
         x.zero_()
 
     for lane in Lane:
-        poisoned.clear()
+        is_nan.clear()
         for _ in range(2):
-            lanes.launch(lane, "look", look, [], [lanes.alloc(memory.whole, lane)])
+            lanes.undefine(memory.whole, lane)
+            lanes.launch(lane, "look", look, [], [memory.whole])
         lanes.synchronize()
-        assert poisoned == [True, True] and memory.flat.eq(0).all(), lane
+        assert is_nan == [True, True] and memory.flat.eq(0).all(), lane
 
 
 @timely

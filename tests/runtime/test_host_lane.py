@@ -94,7 +94,7 @@ def test_tasks_run_in_order_and_are_counted(lane: LaneQueue) -> None:
     began_ms = 1e3 * time.perf_counter()
     lane.compute("first", lambda x: ran.append(f"first {x[0].item()}"), [x])
     lane.compute("zero", ZERO, [x], least_s=0.02)
-    lane.compute("last", lambda x: ran.append(f"last {x[0].item()}"), [x], pause_s=0.02)
+    lane.compute("last", lambda x: ran.append(f"last {x[0].item()}"), [x])
     done = lane.make_flag()
     lane.set(done)
     done.wait()
@@ -102,8 +102,6 @@ def test_tasks_run_in_order_and_are_counted(lane: LaneQueue) -> None:
     intervals = sorted(lane.take_intervals(began_ms), key=lambda interval: interval.start_ms)
     assert [interval.name for interval in intervals] == ["first", "zero", "last"]
     assert intervals[1].duration_ms >= 20
-    end_ms = intervals[1].start_ms + intervals[1].duration_ms
-    assert intervals[2].start_ms - end_ms >= 20, "the pause is no work"
     total = sum(interval.duration_ms for interval in intervals)
     assert lane.busy_ms() == pytest.approx(total, abs=1e-3)
 

@@ -29,13 +29,13 @@ from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.plan.plan import make
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.lanes import LaneError
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, DamagedCheckpointError, digest_of
 from offloadtrain.train.checkpoint.restore import saved_weights
 from offloadtrain.train.log.run_log import RunLog
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
+from tests.harsh_lanes import PausingLanes
 from tests.seeded_lanes import SeededLanes
 from tests.train.bitwise import Case, differ, parted, running, saving, whole
 from tests.train.small_job import events_of, run, small_job, tensor_hashes
@@ -43,7 +43,7 @@ from tests.train.small_job import events_of, run, small_job, tensor_hashes
 SPILL = 5 * SPILL_BLOCK
 """Bytes: some buckets, or a part of one."""
 
-LANES = {"sequential": Case.lanes, "threads": lambda: ThreadLanes(longest_delay_ms=0.2)}
+LANES = {"sequential": Case.lanes, "threads": lambda: PausingLanes(0.2)}
 
 
 def case_of(mode: str, placement: str, formats: tuple[str, str], **options: Any) -> Case:
@@ -195,7 +195,7 @@ def test_saves_and_stops_change_no_bit(
         grad = {} if mode == "delayed" else {"grad_on": "disk"}
         on_disk = Case(options, {"working": "disk", **grad, **DISK})
     expected = whole(on_host)
-    threads = replace(on_disk, lanes=lambda: ThreadLanes(longest_delay_ms=0.2))
+    threads = replace(on_disk, lanes=lambda: PausingLanes(0.2))
     assert differ(saving(threads, tmp_path / "saving"), expected) == []
     cases = [on_disk, on_host, on_disk]
     assert differ(parted(cases, tmp_path / "parted"), expected) == []

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Literal, NamedTuple
 
 from offloadtrain.config.ranks_options import NO_FLUSH, Schedule
+from offloadtrain.parallel.pipeline.two_versions import close_sums
 from offloadtrain.step.layout.block_spec import readings_of
 from offloadtrain.step.program.operations import Kind, Launch, Operations
 from offloadtrain.step.program.program import Program
@@ -206,7 +207,7 @@ class Driven:
     def _squares(self, _: int) -> Operations:
         done = self._program.norm() + self._program.computes(Kind.DECIDE, SQUARES)
         if not self._flushes:
-            self._program.close_sums()
+            close_sums(self._program)
         return done
 
     def _decide(self, step: int) -> Operations:

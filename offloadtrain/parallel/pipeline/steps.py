@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_leaves
 
 from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.norm import EngineError, Norm
 from offloadtrain.engine.optimizer import OffloadOptimizer
-from offloadtrain.engine.step_report import Phase, StepReport
+from offloadtrain.engine.step_report import Phase
 from offloadtrain.parallel.mesh import Mesh
 from offloadtrain.parallel.norm import DividedNorm
 from offloadtrain.parallel.pipeline.schedule import (
@@ -50,6 +50,7 @@ from offloadtrain.parallel.pipeline.schedule import (
     Unflushed,
 )
 from offloadtrain.parallel.pipeline.stage_optimizers import StageModules, StageOptimizers
+from offloadtrain.parallel.pipeline.two_versions import close_sums
 from offloadtrain.runtime.process_group import Ranks, telling
 
 
@@ -299,6 +300,12 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(map(str, shapes)) or "nothing"
 
 
+IN_FLIGHT = (
+    "microbatches are between forward and backward (schedule = '2bw'): call pipeline.drain() on "
+    "every process first"
+)
+
+
 class SplitStep:
     """Ends the steps of one stage, each in several moments of the next one."""
 
@@ -367,7 +374,7 @@ class SplitStep:
 
     def begin(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
-        self._engine.guard.in_flight = True
+        self._engine.guard.in_flight = IN_FLIGHT
         if not self._engine.guard.delay_goes_on:
             self._engine.publish_weights()
         self._engine.guard.delay_goes_on = False
@@ -405,7 +412,8 @@ class SplitStep:
 
     def _decide(
         self,
-        decide: Callable[[bool], StepReport],
+        receive: Callable[[], Norm],
+        micro_steps: int,
         hyperparameters: list[dict[str, Any]],
         skip: bool,
     ) -> None:
@@ -414,7 +422,10 @@ class SplitStep:
         for group, then in zip(self._groups, hyperparameters, strict=True):
             group.update(then)
         try:
-            decide(skip)
+            # All have sent before the microbatch came that is about to run here.
+            norm = receive()
+            decision = self._engine.launch_update(norm, skip=skip)
+            self._engine.conclude(norm, decision, micro_steps)
         finally:
             for group, current in zip(self._groups, now, strict=True):
                 group.update(current)
@@ -430,7 +441,7 @@ class SplitStep:
             # The last step's backwards, which read the version before, are over.
             self._engine.publish_weights()
         self._decide_sent()
-        self._engine.guard.in_flight = False
+        self._engine.guard.in_flight = ""
         self._engine.guard.delay_goes_on = not newest
         if newest:
             self._engine.publish_weights()
@@ -438,8 +449,13 @@ class SplitStep:
     def _send(self) -> None:
         """Send the squares once the backwards are over and step() was called, whichever is last."""
         if self._is_over and self._requested is not None:
-            decide = self._engine.send_squares()
-            self._decide_sent = partial(self._decide, decide, *self._requested)
+            engine = self._engine
+            engine.guard.require_open("step")
+            # Waits for the host's last norm here, and not for any other rank.
+            receive, micro_steps = engine.step_gradients.send("step"), engine.gradients.micro_steps
+            engine.gradients.drop(in_flight=False)
+            close_sums(engine.program)
+            self._decide_sent = partial(self._decide, receive, micro_steps, *self._requested)
             self._is_over = False
 
 

@@ -29,6 +29,7 @@ from typing import Any
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.operations import Kind, Lane
 from offloadtrain.step.program.places import BlockRefs, BucketRefs
+from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.updates import Decision, Exact, Speculation, UpdatePath
 
 
@@ -94,6 +95,17 @@ class TwoVersions(Exact):
             snapshot = bucket.ref(Memory.SNAPSHOT)
             self._updates.launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, snapshot)
             self._updates.switch_version(bucket)
+
+
+def close_sums(program: Program) -> None:
+    """Keep the measured gradients for a later decision; new ones belong to the next step, which
+    writes to the other sum where there are two."""
+    program.end_step()
+    for bucket in program.spec.buckets:
+        gradient = program.buckets[bucket.name].gradient
+        gradient.decided = gradient.adding
+        if gradient.file is None and len(gradient.versions) > 1:
+            gradient.adding = gradient.versions[1 - gradient.adding.copy]
 
 
 def rows_without_flush(stage: int, stages: int) -> dict[str, Any]:

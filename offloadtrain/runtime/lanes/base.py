@@ -194,8 +194,6 @@ class Lanes(ABC):
         """Streamed weights come from the host; false where they come from shards on the device."""
         self.copies_block = False
         """The host's memory is not page-locked: a copy returns when it is done."""
-        self.poison = False
-        """For tests: fill the ranges of `alloc` with NaN, so that a stale read shows."""
 
     @abstractmethod
     def launch(
@@ -303,12 +301,9 @@ class Lanes(ABC):
         """Return a copy of the totals known so far; never waits."""
         return self.totals.copy()
 
-    def alloc(self, range_: Range, lane: Lane) -> Range:
-        """The contents of a reused range are undefined from here on; `lane` will write it."""
-        # In the lane's order, after the waits for earlier users and before the write.
-        if self.poison and range_.buffer.flat.is_floating_point():
-            self._run_in_order(lane, partial(range_.view.fill_, float("nan")))
-        return range_
+    def undefine(self, range_: Range, lane: Lane) -> None:  # noqa: B027
+        """The contents of a reused range are undefined until `lane` writes it. Lanes that check a
+        run may record that, or fill the range."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory of the compute device that other lanes will write.

@@ -131,11 +131,7 @@ class _Counted:
         self._keeps = False
         self._intervals: list[tuple[str, float, float]] = []
 
-    def run_counted(
-        self, name: str, task: Callable[[], object], pause_s: float, least_s: float
-    ) -> None:
-        if pause_s > 0:
-            time.sleep(pause_s)
+    def run_counted(self, name: str, task: Callable[[], object], least_s: float) -> None:
         start_ms = now_ms()
         self._begun += 1
         task()
@@ -174,19 +170,13 @@ class PythonQueue(_Counted):
         return threading.Event()
 
     def compute(
-        self,
-        name: str,
-        fn: Operation,
-        operands: Sequence[Tensor],
-        *,
-        pause_s: float = 0.0,
-        least_s: float = 0.0,
+        self, name: str, fn: Operation, operands: Sequence[Tensor], *, least_s: float = 0.0
     ) -> None:
-        """Queue a call of `fn` with the operands; counted. It is preceded by a pause and takes at
-        least `least_s`: for tests and measurements."""
+        """Queue a call of `fn` with the operands; counted. It takes at least `least_s`: for
+        measurements."""
         self._launched += 1
         # From here on the queue owns the operands; this thread goes on to launch.
-        self._worker.put(partial(self.run_counted, name, partial(fn, *operands), pause_s, least_s))
+        self._worker.put(partial(self.run_counted, name, partial(fn, *operands), least_s))
 
     def run(self, task: Callable[[], object]) -> None:
         """Queue a task that is not counted."""
@@ -244,23 +234,17 @@ class NativeQueue:
         return flag
 
     def compute(
-        self,
-        name: str,
-        fn: Operation,
-        operands: Sequence[Tensor],
-        *,
-        pause_s: float = 0.0,
-        least_s: float = 0.0,
+        self, name: str, fn: Operation, operands: Sequence[Tensor], *, least_s: float = 0.0
     ) -> None:
         calls = kernels.capture(fn, operands)
         self._launched += 1
         if calls is None:
             task = partial(fn, *operands)
-            self.run(partial(self._counted.run_counted, name, task, pause_s, least_s))
+            self.run(partial(self._counted.run_counted, name, task, least_s))
         else:
             # The calls hold addresses only: the operands keep their memory alive.
             objects = (calls, fn, operands)
-            self._push(lambda: self._queue.call(calls, name, pause_s, least_s), objects)
+            self._push(lambda: self._queue.call(calls, name, 0.0, least_s), objects)
 
     def set(self, flag: Flag) -> None:
         self._push(lambda: self._queue.set(flag), flag)

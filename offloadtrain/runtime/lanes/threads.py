@@ -1,8 +1,7 @@
-"""A CPU thread for each lane but compute, with optional delays: concurrency without a GPU."""
+"""A CPU thread for each lane but compute: concurrency without a GPU."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,18 +30,9 @@ class _Flag(LaneEvent):
 class ThreadLanes(QueuedLanes, ClockedLanes):
     """Compute is the calling thread; the other lanes run concurrently."""
 
-    def __init__(
-        self,
-        *,
-        seed: int = 0,
-        longest_delay_ms: float = 0.0,
-        pace: Callable[[str], float] | None = None,
-    ) -> None:
-        """`longest_delay_ms`: each operation is preceded by a random pause of at most this.
-        `pace`: name of an operation → its least duration in milliseconds."""
+    def __init__(self, *, pace: Callable[[str], float] | None = None) -> None:
+        """`pace`: name of an operation → its least duration in milliseconds."""
         super().__init__()
-        self._draw = random.Random(seed)
-        self._longest_s = longest_delay_ms / 1e3
         self._pace = pace
         # A native queue where the kernels are native: no thread of Python runs between two kernels.
         self._host = make_host_queue(self._failure)
@@ -62,12 +52,11 @@ class ThreadLanes(QueuedLanes, ClockedLanes):
     ) -> None:
         self._failure.check()
         self._count(lane, name, writes)
-        operands, pause_s = views(reads, writes), self._draw.random() * self._longest_s
+        operands = views(reads, writes)
         least_s = 0.0 if self._pace is None else self._pace(name) / 1e3
         if lane is not Lane.COMPUTE:
-            self._queues[lane].compute(name, fn, operands, pause_s=pause_s, least_s=least_s)
+            self._queues[lane].compute(name, fn, operands, least_s=least_s)
             return
-        time.sleep(pause_s)
         start_ms = now_ms()
         fn(*operands)
         time.sleep(max(0.0, least_s - (now_ms() - start_ms) / 1e3))

@@ -76,12 +76,6 @@ class GradientRefs:
         """The lane that adds microbatches and measures them."""
         return self.lane if self.separate_sum is None else Lane.UPDATE
 
-    def close_sum(self) -> None:
-        """Fix the gradient that Adam will read; the next step writes to the other one."""
-        self.decided = self.adding
-        if self.file is None and len(self.versions) > 1:
-            self.adding = self.versions[1 - self.adding.copy]
-
     def end_step(self) -> None:
         """Forget the gradient: the step was applied or dropped."""
         self.touched = self.arrived = False
@@ -235,22 +229,32 @@ class GradientPath:
         # If nothing is added to the gradient, compute writes it where Adam reads it.
         in_place = gradient.lane is Lane.UPDATE and self._is_single
         in_place = in_place and not (self._accumulates or gradient.touched)
+        name, ranks = gradient.spec.name, gradient.spec.ranks
         for lo, hi in gradient.pieces:
+            # In ZeRO stage 1 the ring has no slots: each piece has memory of its own.
+            piece = (
+                part_of(gradient.adding, lo, hi)
+                if in_place
+                else self._ring.take(ranks * (hi - lo), gradient.staged_dtype, name, lo)
+            )
+            # Compute, after the kernels that made the gradients. It waits until d2h, comm or Adam
+            # of the last step is done with the memory; a ring with one slot more than a bucket has
+            # pieces makes that wait short.
+            gather = Launch(Kind.GATHER, Lane.COMPUTE, name, (), (piece,), lo, hi)
+            self._order.launch(gather, fresh=piece)
             if in_place:
-                self._gather(gradient, part_of(gradient.adding, lo, hi), lo, hi)
                 continue
-            staged = self._reduced(gradient, lo, hi)
+            if ranks > 1:
+                piece = self._reduce(gradient, piece, lo, hi)
             if self._accumulates or gradient.touched:
-                self._add(gradient, staged, lo, hi, measured=measured)
+                self._add(gradient, piece, lo, hi, measured=measured)
             else:
                 on_device = gradient.lane is Lane.UPDATE
                 kind, lane = (Kind.COPY, Lane.UPDATE) if on_device else (Kind.GRAD_DOWN, Lane.D2H)
                 target = (part_of(gradient.adding, lo, hi),)
                 # During backward of the next blocks; norm and Adam wait for it. It waits for the
                 # last step's upload, which may read new weights from the gradient's memory.
-                self._order.launch(
-                    Launch(kind, lane, gradient.spec.name, (staged,), target, lo, hi)
-                )
+                self._order.launch(Launch(kind, lane, name, (piece,), target, lo, hi))
         gradient.touched = True
         if not measured:
             gradient.measured_on = None
@@ -314,25 +318,10 @@ class GradientPath:
             Launch(Kind.MARK, Lane.COMPUTE, gradient.spec.name, (), (used,), first=first)
         )
 
-    def _gather(self, gradient: GradientRefs, target: Ref, lo: int, hi: int) -> None:
-        # Compute, after the kernels that made the gradients. It waits until d2h, comm or Adam of
-        # the last step is done with the memory; a ring with one slot more than a bucket has pieces
-        # makes that wait short.
-        self._order.launch(
-            Launch(Kind.GATHER, Lane.COMPUTE, gradient.spec.name, (), (target,), lo, hi),
-            fresh=target,
-        )
-
-    def _reduced(self, gradient: GradientRefs, lo: int, hi: int) -> Ref:
-        """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
-        the dtype that goes down."""
-        ranks, count = gradient.spec.ranks, hi - lo
-        dtype = gradient.staged_dtype
-        # In ZeRO stage 1 there are no slots.
-        staging = self._ring.take(ranks * count, dtype, gradient.spec.name, lo)
-        self._gather(gradient, staging, lo, hi)
-        if ranks == 1:
-            return staging
+    def _reduce(self, gradient: GradientRefs, staging: Ref, lo: int, hi: int) -> Ref:
+        """Launch the reduction of a piece among ranks; returns this rank's part of the staging
+        slot, in the dtype that goes down."""
+        count, dtype = hi - lo, gradient.staged_dtype
         # comm, in place, concurrently with backward of the next blocks. The copy down, or the
         # rounding, waits for it through the slot.
         self._order.launch(

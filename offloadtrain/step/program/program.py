@@ -219,13 +219,6 @@ class Program:
                 bucket.gradient.end_step()
         self._gradients.slots.end_step()
 
-    def close_sums(self) -> None:
-        """Keep the measured gradients for a later decision; new ones belong to the next step."""
-        self.end_step()
-        for buckets in self._trained.values():
-            for bucket in buckets:
-                bucket.gradient.close_sum()
-
     def drop(self) -> Operations:
         """Drop the gradients of a step that is not decided."""
         self.end_step()

@@ -17,13 +17,13 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint, reader
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Save, save
+from tests.harsh_lanes import PausingLanes
 from tests.numerics.models import Chain, batches, loss_of
 from tests.train.toy_state import filled, same
 
@@ -165,7 +165,7 @@ class AsyncKind(Kind):
         options = {"clip_norm": 0.5, "checkpoint_spill": spill, **self.options}
         if "state_on" in options:
             options["scratch_dir"] = str(folder.parent)
-        with on_lanes(ThreadLanes(longest_delay_ms=0.5)):
+        with on_lanes(PausingLanes(0.5)):
             rule = ot.AdamW(lr=1e-2)
             optimizer = ot.offload(model, rule, device="cpu", precision="bf16", **options)
         _save_while_training(folder, saved, model, optimizer)

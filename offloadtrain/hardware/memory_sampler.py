@@ -86,27 +86,15 @@ class Window:
 class MemorySampler:
     """Samples memory on its own thread, into records for the log."""
 
-    def __init__(
-        self,
-        emit: Callable[[schema.Event], None],
-        *,
-        read_device: Callable[[], DeviceMemory] | None = None,
-        pinned: Callable[[], int | None] = lambda: None,
-        each_second: Callable[[], None] = lambda: None,
-        interval_s: float = INTERVAL_S,
-        thread: StandbyThread | None = None,
-    ) -> None:
-        """Start sampling.
+    _read_device: Callable[[], DeviceMemory] | None
+    _pinned: Callable[[], int | None]
+    _each_second: Callable[[], None]
 
-        Args:
-            emit: gets a record every RECORD_S, on the sampler's thread.
-            read_device: None: the host is sampled alone.
-            each_second: called on the sampler's thread.
-            thread: what it samples on; default: a new one.
-        """
-        self._emit, self._read_device, self._pinned = emit, read_device, pinned
-        self._each_second = each_second
-        self._interval_s = interval_s
+    def __init__(
+        self, emit: Callable[[schema.Event], None], interval_s: float = INTERVAL_S
+    ) -> None:
+        """`emit`: gets a record every RECORD_S, on the sampler's thread."""
+        self._emit, self._interval_s = emit, interval_s
         self._window = Window()
         self._step = 0
         self._host_peak = 0
@@ -114,7 +102,22 @@ class MemorySampler:
         """When the step that is followed began, and its curve of (ms, bytes)."""
         self._host, self._host_until_s = Sizes(), 0.0
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._thread = thread or StandbyThread("memory-sampler")
+        self._thread = StandbyThread("memory-sampler")
+
+    def begin(
+        self,
+        *,
+        read_device: Callable[[], DeviceMemory] | None = None,
+        pinned: Callable[[], int | None] = lambda: None,
+        each_second: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start sampling.
+
+        Args:
+            read_device: None: the host is sampled alone.
+            each_second: called on the sampler's thread.
+        """
+        self._read_device, self._pinned, self._each_second = read_device, pinned, each_second
         self._thread.begin(self._run)
 
     def step_begins(self, step: int, *, follow: bool = False) -> None:
@@ -135,9 +138,10 @@ class MemorySampler:
         return peak, schema.StepMemory(step=self._step, tier=tier, at_ms=times, kib=sizes)
 
     def close(self) -> None:
-        """End the thread with a last record. Idempotent."""
+        """End the thread, with a last record if it samples. Idempotent."""
         self._ended.set()
         self._wake.set()
+        self._thread.begin(lambda: None)  # unless it samples
         self._thread.join(timeout=10 * INTERVAL_S)  # no longer: a driver call may hang
 
     def _run(self) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
 from offloadtrain.config.errors import OffloadTrainError
@@ -185,11 +184,12 @@ def sampled(device: DeviceMemory | None, pinned: int | None, host: Sizes) -> Siz
 
 def _host_sizes() -> Sizes:
     """Takes half a millisecond."""
-    stated = _meminfo()
-    sizes: Sizes = {"page_cache": stated.get("Cached")}
+    sizes = Sizes()
     with suppress(OSError, ValueError, OffloadTrainError):
         sizes["available"] = max(host_memory.available_bytes(), 0)
-    with suppress(KeyError):
+    with suppress(OSError, ValueError, KeyError):
+        stated = host_memory.meminfo()
+        sizes["page_cache"] = stated["Cached"]
         sizes["swap"] = stated["SwapTotal"] - stated["SwapFree"]
     return sizes
 
@@ -199,14 +199,6 @@ def thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
     group = -(-len(curve) // CURVE_POINTS)
     parts = [curve[i : i + group] for i in range(0, len(curve), group)]
     return [(round(part[-1][0], 1), max(size for _, size in part) >> 10) for part in parts]
-
-
-def _meminfo() -> dict[str, int]:
-    """Return the sizes in /proc/meminfo, in bytes; empty where there is none."""
-    with suppress(OSError, ValueError):
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        return {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
-    return {}
 
 
 def _short(sizes: list[int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -50,7 +51,7 @@ from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.log.command_hooks import CommandHooks
-from offloadtrain.train.log.console import Console, StepLine
+from offloadtrain.train.log.console import Console, format_step
 from offloadtrain.train.log.loggers import Loggers, Source
 from offloadtrain.train.log.run_memory import RunMemory, gpu_uuid
 from offloadtrain.train.progress import Progress, StepClock, StepStats
@@ -403,7 +404,7 @@ class RunLog:
         run_commands: bool = False,
     ) -> None:
         """`rank`: owner of the log. Rank 0 evaluates alerts on steps, each rank those on its
-        machine. `run_commands`: run those that the job names for alerts and the end."""
+        machine. `run_commands`: rank 0 runs those that the job names for alerts and the end."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._start_clock = _StartClock()
@@ -412,7 +413,7 @@ class RunLog:
         self._alerts = Alerts(self._alert, time.monotonic, config.train.spike_score)
         self._hooks = (
             CommandHooks(config, run.path, lambda message: self.warn("command-failed", message))
-            if run_commands
+            if run_commands and rank == 0
             else None
         )
         self._sampler = Sampler(self._sampled)
@@ -571,8 +572,9 @@ class RunLog:
         self._pace.end_step(clock.total_ms / 1e3)
         start.hindsight.step(report, clock.total_ms)
         device_bytes, host_bytes = self._memory.engine_bytes()
-        line = StepLine(
-            record=step,
+        line = partial(
+            format_step,
+            step,
             steps=config.train.steps,
             device_bytes=device_bytes,
             host_bytes=host_bytes,

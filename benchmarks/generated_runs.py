@@ -376,7 +376,7 @@ def _write_rank(
     sample_s: float,
     ends: bool,
 ) -> None:
-    writer = EventWriter(None, rank, clock=lambda: made.now_s)
+    writer = EventWriter(rank, clock=lambda: made.now_s)
     made = GeneratedRank(
         job, plan, rank, ranks, writer, random.Random(rank), sample_s, begin_s,
         next_sample_s=begin_s,

@@ -35,11 +35,8 @@ def measure(seconds: float, *, follow: bool) -> tuple[float, int]:
         device = torch.device("cuda", 0)
         torch.zeros(1 << 20, device=device)
         counters = AllocatorCounters(device, partial(Nvml().memory_free, gpu_uuid(device)))
-    sampler = MemorySampler(
-        records.append,
-        read_device=counters.read if counters else None,
-        pinned=lambda: 0,
-    )
+    sampler = MemorySampler(records.append)
+    sampler.begin(read_device=counters.read if counters else None, pinned=lambda: 0)
     sampler.step_begins(1, follow=follow)
     (thread,) = [t.ident for t in threading.enumerate() if t.name == "memory-sampler"]
     assert thread is not None

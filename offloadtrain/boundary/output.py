@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
-from offloadtrain.boundary.sanitize import SanitizedStream
+from offloadtrain.boundary.sanitize import SanitizedStream, sanitize
 
 
 @contextmanager
@@ -35,6 +35,12 @@ def tell(text: str, file: TextIO | None = None) -> None:
     except (OSError, ValueError):  # ValueError: the stream is closed
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say_on_stderr(text: str) -> None:
+    """Print a message, with visible control characters. A closed terminal ends the output, not the
+    work."""
+    tell(sanitize(text), sys.stderr)
 
 
 def _filtered(stream: TextIO) -> TextIO:

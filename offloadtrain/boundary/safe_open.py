@@ -48,7 +48,6 @@ def open_descriptor(
     max_bytes: int | None = None,
     follow_link: bool = False,
     trusted_owner: bool = False,
-    dir_fd: int | None = None,
 ) -> int:
     """Open a regular file without ever blocking; the caller closes the descriptor.
 
@@ -58,7 +57,6 @@ def open_descriptor(
         follow_link: accept a symbolic link as the last part of `path`. For names that the user
             gives (a job, a token file), never for names found in a folder or a file.
         trusted_owner: require this user or root as the owner.
-        dir_fd: folder that a relative `path` starts from.
 
     Raises:
         UnsafeFileError: it is a link, no regular file, too large, or of another user.
@@ -68,7 +66,7 @@ def open_descriptor(
     flags |= os.O_NONBLOCK  # a FIFO without a writer, and some devices, would block here for ever
     flags |= 0 if follow_link else os.O_NOFOLLOW
     try:
-        fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
+        fd = os.open(path, flags, 0o600)
     except ValueError as error:  # a NUL in the name
         raise UnsafeFileError(ascii(path), f"no file has such a name: {error}") from None
     except OSError as error:
@@ -87,7 +85,6 @@ def open_regular(
     max_bytes: int | None = None,
     follow_link: bool = False,
     trusted_owner: bool = False,
-    dir_fd: int | None = None,
 ) -> IO[bytes]:
     """Open a regular file as a binary stream; see `open_descriptor`.
 
@@ -98,7 +95,6 @@ def open_regular(
         max_bytes=max_bytes,
         follow_link=follow_link,
         trusted_owner=trusted_owner,
-        dir_fd=dir_fd,
     )
     return open(path, "rb", opener=lambda name, flags: fd)  # by its path: errors name it
 
@@ -109,7 +105,6 @@ def read_regular(
     max_bytes: int,
     follow_link: bool = False,
     trusted_owner: bool = False,
-    dir_fd: int | None = None,
 ) -> bytes:
     """Read a whole regular file, also at most `max_bytes` where it grows meanwhile.
 
@@ -121,7 +116,6 @@ def read_regular(
         max_bytes=max_bytes,
         follow_link=follow_link,
         trusted_owner=trusted_owner,
-        dir_fd=dir_fd,
     ) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

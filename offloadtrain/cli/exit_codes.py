@@ -8,11 +8,12 @@ from __future__ import annotations
 import errno
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.train.signals import signals_handled
 
 DONE = 0
 FAILED = 1
@@ -57,22 +58,6 @@ def of_error(error: BaseException) -> int:
         return USAGE  # of Path.resolve
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((_OF_ERRORS[name] for name in names if name in _OF_ERRORS), FAILED)
-
-
-@contextmanager
-def signals_handled(
-    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
-) -> Iterator[None]:
-    """Handle signals by a function inside, except a SIGHUP that is ignored (nohup)."""
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in before:
-        if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TextIO
+from importlib import import_module
+from typing import Any
 
 from cyclopts import App, CycloptsError, UnknownOptionError
 
@@ -37,19 +38,6 @@ class _OnUse:
         return getattr(self._made, name)
 
 
-def _terminal(stream: TextIO) -> _OnUse:
-    """Return Rich's console on a stream without the filter, for help and wrong usage, which have
-    colors."""
-    bare = unfiltered(stream)
-
-    def make() -> Any:
-        from rich.console import Console
-
-        return Console(file=bare)
-
-    return _OnUse(make)
-
-
 _NO_DEFAULT = ('""', "()", "False")
 """Defaults that are not shown: an option that is not given."""
 
@@ -68,12 +56,6 @@ class _Unbroken(_OnUse):
             if entry.default in _NO_DEFAULT:
                 entry.default = None
         self._made(console, options, panel)
-
-
-def _default_formatter() -> Any:
-    from cyclopts.help import DefaultFormatter
-
-    return DefaultFormatter()
 
 
 class _Command:
@@ -248,7 +230,7 @@ def _app(
         name=name,
         help=summary,
         help_format="plaintext",
-        help_formatter=_Unbroken(_default_formatter),
+        help_formatter=_Unbroken(lambda: import_module("cyclopts.help").DefaultFormatter()),
         help_epilogue=_epilogue(examples),
         **more,
     )
@@ -300,7 +282,9 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments.remove("--debug")
         debug = True
     try:
-        help_console: Any = _terminal(sys.stdout)
+        # Without the filter: help and wrong usage have colors.
+        bare = unfiltered(sys.stdout)
+        help_console: Any = _OnUse(lambda: import_module("rich.console").Console(file=bare))
         code = app(arguments, console=help_console, print_error=False, exit_on_error=False)
         return int(code or DONE)
     except CycloptsError as error:

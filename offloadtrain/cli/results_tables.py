@@ -138,22 +138,16 @@ def read(folder: Path) -> list[ResultsFile]:
     """
     files = []
     for path in sorted(folder.glob("*.json")):
-        values = _load(path)
-        if values.get("schema") != SCHEMA or not values.get("machine", {}).get("gpu"):
-            continue
         try:
-            files.append(_file(path, values))
+            values = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
+            is_ours = isinstance(values, dict) and values.get("schema") == SCHEMA
+            if is_ours and values.get("machine", {}).get("gpu"):
+                files.append(_file(path, values))
+        except OSError as error:
+            raise ResultsError(f"{path}: cannot be read as results: {error}") from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ResultsError(f"{path}: not as make gpu writes it: {error!r}") from None
     return files
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        values = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
-    except OSError as error:
-        raise ResultsError(f"{path}: cannot be read as results: {error}") from None
-    return values if isinstance(values, dict) else {}
 
 
 def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
@@ -216,6 +210,9 @@ class Goal:
         value, limit = round(value, 2), round(self.limit, 2)
         return value <= limit if self.at_most else value >= limit
 
+    def shown(self, value: float) -> str:
+        return f"{100 * value:.0f} %" if self.percent else f"{value:.2f}"
+
 
 def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -> Iterator[float]:
     """Return our step over the resident one, 3B, for tokens per step in a range."""
@@ -227,23 +224,26 @@ def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -
 
 
 def _speedup_over_deepspeed(file: ResultsFile) -> Iterator[float]:
-    for ours in _ours(file):
-        for deepspeed in file.steps:
-            if deepspeed.system == "deepspeed" and deepspeed.work == ours.work:
-                if not ours.spec["options"]:
-                    yield deepspeed.figures["step_s"] / ours.figures["step_s"]
+    return (
+        deepspeed.figures["step_s"] / ours.figures["step_s"]
+        for ours in _ours(file)
+        for deepspeed in file.steps
+        if deepspeed.system == "deepspeed" and deepspeed.work == ours.work
+        if not ours.spec["options"]
+    )
 
 
 def _speedup_over_exact(file: ResultsFile) -> Iterator[float]:
-    """Yield the speedup of `speculative` over `exact` up to 16k tokens per step, right guesses or
+    """Return the speedup of `speculative` over `exact` up to 16k tokens per step, right guesses or
     not."""
-    for guesses in _ours(file):
-        if guesses.option("update", "exact") != "speculative" or guesses.tokens > 16 * _K:
-            continue
-        for exact in _ours(file):
-            is_same = exact.work == guesses.work and _state(exact) == _state(guesses)
-            if is_same and exact.option("update", "exact") == "exact":
-                yield exact.figures["step_s"] / guesses.figures["step_s"]
+    return (
+        exact.figures["step_s"] / guesses.figures["step_s"]
+        for guesses in _ours(file)
+        if guesses.option("update", "exact") == "speculative" and guesses.tokens <= 16 * _K
+        for exact in _ours(file)
+        if exact.work == guesses.work and _state(exact) == _state(guesses)
+        if exact.option("update", "exact") == "exact"
+    )
 
 
 def _state(steps: Steps) -> tuple[str, str]:
@@ -251,29 +251,38 @@ def _state(steps: Steps) -> tuple[str, str]:
 
 
 def _mfu_of_13b(file: ResultsFile) -> Iterator[float]:
-    for result in _ours(file):
-        is_capped = result.spec["gpu_memory"] == 32 * _GIB
-        if result.spec["size"] == "gpt-13b" and is_capped and result.tokens >= 64 * _K:
-            yield from [result.figures["mfu_6p"]] if result.figures["mfu_6p"] else []
+    return (
+        result.figures["mfu_6p"]
+        for result in _ours(file)
+        if result.spec["size"] == "gpt-13b" and result.spec["gpu_memory"] == 32 * _GIB
+        if result.tokens >= 64 * _K and result.figures["mfu_6p"]
+    )
 
 
 def _bus_bytes(file: ResultsFile) -> Iterator[float]:
-    for result in _one_microbatch(file):
-        if result.option("working", "device") == "device":
-            yield result.figures["bus_bytes_per_param"]
+    return (
+        result.figures["bus_bytes_per_param"]
+        for result in _one_microbatch(file)
+        if result.option("working", "device") == "device"
+    )
 
 
 def _host_bytes(file: ResultsFile, state: str) -> Iterator[float]:
-    for result in _one_microbatch(file):
-        chosen = result.option("state", "fp32"), result.option("update", "exact")
-        if chosen == (state, "exact") and result.option("activation", "recompute") != "offload":
-            yield result.figures["host_bytes_per_param"]
+    return (
+        result.figures["host_bytes_per_param"]
+        for result in _one_microbatch(file)
+        if result.option("state", "fp32") == state
+        if result.option("update", "exact") == "exact"
+        if result.option("activation", "recompute") != "offload"
+    )
 
 
 def _one_microbatch(file: ResultsFile) -> Iterator[Steps]:
-    for result in _ours(file):
-        if result.spec["grad_accum_steps"] == 1 and result.option("state_on", "host") == "host":
-            yield result
+    return (
+        result
+        for result in _ours(file)
+        if result.spec["grad_accum_steps"] == 1 and result.option("state_on", "host") == "host"
+    )
 
 
 def _ours(file: ResultsFile) -> Iterator[Steps]:
@@ -327,7 +336,10 @@ def summary(files: Sequence[ResultsFile]) -> str:
             continue
         names = ", ".join(f"`{file.name}`" for file in of_device)
         head = ("model, tokens", "system", *_RATES)
-        rows = [(_workload(steps), steps.label, *_rates(file, steps)) for file, steps in shown]
+        rows = [
+            (f"{steps.spec['size']}, {steps.tokens // _K}k", steps.label, *_rates(file, steps))
+            for file, steps in shown
+        ]
         paragraphs.append(f"{names}: {of_device[-1].note or device}\n\n" + _table(head, rows))
     return "\n\n".join(paragraphs) or NOTHING
 
@@ -336,10 +348,6 @@ def _place(steps: Steps) -> tuple[object, ...]:
     order = ("resident", "offloadtrain", *_SYSTEMS)
     of_size = steps.figures["params"], steps.tokens
     return *of_size, order.index(steps.system), len(steps.spec["options"]), steps.name
-
-
-def _workload(steps: Steps) -> str:
-    return f"{steps.spec['size']}, {steps.tokens // _K}k"
 
 
 _SYSTEMS = {
@@ -375,21 +383,13 @@ def _in_words(key: str, value: object) -> str:
 
 
 def everything(files: Sequence[ResultsFile]) -> str:
-    """Return all tables: steps, plans, memory, goals, rates and failed measurements."""
-    return _sections(files, _STEPS, _PLANS, _HOST, _GOALS, _MACHINES, _OTHERS, _MISSING)
-
-
-Section = tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]
-
-
-def _sections(files: Sequence[ResultsFile], *sections: Section) -> str:
-    """Return each file's note and non-empty tables."""
+    """Return each file's note and tables: steps, plans, memory, goals, rates and failed
+    measurements."""
     paragraphs = []
     for file in files:
         paragraphs.append(f"`{file.name}`: {file.note or file.device}")
-        for title, head, rows_of in sections:
-            rows = list(rows_of(file))
-            if rows:
+        for title, head, rows_of in _SECTIONS:
+            if rows := list(rows_of(file)):
                 paragraphs.append(f"**{title}**\n\n" + _table(head, rows))
     return "\n\n".join(paragraphs) or NOTHING
 
@@ -402,19 +402,10 @@ def _table(head: Sequence[str], rows: Rows) -> str:
 def _goal_rows(file: ResultsFile) -> Rows:
     for goal in GOALS:
         value = goal.worst(file)
-        if value is None:
-            yield goal.what, _limit(goal), "not measured", "-"
-        else:
-            met = "yes" if goal.is_met(value) else "no"
-            yield goal.what, _limit(goal), _of_goal(goal, value), met
-
-
-def _limit(goal: Goal) -> str:
-    return ("≤ " if goal.at_most else "≥ ") + _of_goal(goal, goal.limit)
-
-
-def _of_goal(goal: Goal, value: float) -> str:
-    return f"{100 * value:.0f} %" if goal.percent else f"{value:.2f}"
+        limit = ("≤ " if goal.at_most else "≥ ") + goal.shown(goal.limit)
+        measured = "not measured" if value is None else goal.shown(value)
+        met = "-" if value is None else "yes" if goal.is_met(value) else "no"
+        yield goal.what, limit, measured, met
 
 
 def _step_rows(file: ResultsFile) -> Rows:
@@ -470,10 +461,6 @@ def _machine_rows(file: ResultsFile) -> Rows:
             yield f"Adam of an update, {name}", f"{text} Gparam/s"
 
 
-def _summary_rows(file: ResultsFile) -> Rows:
-    yield from file.summaries.items()
-
-
 def _missing_rows(file: ResultsFile) -> Rows:
     for name, why in file.missing.items():
         yield name, why.splitlines()[-1].replace("|", "\\|")
@@ -501,23 +488,27 @@ def _exposed(figures: Any) -> str:
     return f"{figures['exposed_ms']:.0f} ms" + (f" ({named})" if named else "")
 
 
-_GOALS = ("Goals", ("goal", "wanted", "measured", "met"), _goal_rows)
-_PLANS = (
-    "Planned with the machine's measured rates",
-    ("what", "planned", "measured", "measured / planned", "compute waited", "right guesses"),
-    _plan_rows,
-)
-_HOST = (
-    "Host memory: the Ledger, and the most anonymous memory that the process added",
-    ("what", "Ledger", "process", "process / Ledger"),
-    _host_rows,
-)
-_MACHINES = ("The machine", ("what", "rate"), _machine_rows)
 _RATES = ("step", "tokens/s", "of resident", "MFU", "GPU memory", "host memory")
-_STEPS = (
-    "Steps, with the rate as a share of the same model, computed alike, resident on the same card",
-    ("what", "group", *_RATES),
-    _step_rows,
+_SECTIONS: Sequence[tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]] = (
+    (
+        "Steps, with the rate as a share of the same model, computed alike, resident on the same "
+        "card",
+        ("what", "group", *_RATES),
+        _step_rows,
+    ),
+    (
+        "Planned with the machine's measured rates",
+        ("what", "planned", "measured", "measured / planned", "compute waited", "right guesses"),
+        _plan_rows,
+    ),
+    (
+        "Host memory: the Ledger, and the most anonymous memory that the process added",
+        ("what", "Ledger", "process", "process / Ledger"),
+        _host_rows,
+    ),
+    ("Goals", ("goal", "wanted", "measured", "met"), _goal_rows),
+    ("The machine", ("what", "rate"), _machine_rows),
+    ("Other measurements", ("what", "result"), lambda file: file.summaries.items()),
+    ("Not measured", ("what", "why"), _missing_rows),
 )
-_OTHERS = ("Other measurements", ("what", "result"), _summary_rows)
-_MISSING = ("Not measured", ("what", "why"), _missing_rows)
+"""Title, heads of columns, and rows of each table of a file."""

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 
-from offloadtrain.boundary.sanitize import sanitize
+from offloadtrain.boundary.output import say_on_stderr
 from offloadtrain.cli.exit_codes import (
     DOES_NOT_FIT,
     DONE,
@@ -30,7 +30,6 @@ from offloadtrain.cli.exit_codes import (
     HUNG,
     STOPPED,
     USAGE,
-    signals_handled,
 )
 from offloadtrain.events import oom_kills
 from offloadtrain.hardware import cgroup
@@ -43,7 +42,7 @@ from offloadtrain.runtime.heartbeat import (
     judge,
 )
 from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
-from offloadtrain.train.signals import REPEAT_S
+from offloadtrain.train.signals import REPEAT_S, signals_handled
 
 GRACE_S = 10.0
 """Time for the other ranks to end, after one has failed."""
@@ -155,7 +154,7 @@ class _Rank:
             self.process.stdout.close()
 
     def _print(self, line: bytes) -> None:
-        say(f"[rank {self.rank}] {line.decode(errors='replace')}")
+        say_on_stderr(f"[rank {self.rank}] {line.decode(errors='replace')}")
 
 
 class Supervisor:
@@ -195,7 +194,7 @@ class Supervisor:
                 code = self._attempt(attempt)
                 if code in _FINAL or self._stopping or attempt == self._max_restarts:
                     break
-                say(f"restart {attempt + 1} of {self._max_restarts}")
+                say_on_stderr(f"restart {attempt + 1} of {self._max_restarts}")
         return code
 
     def _attempt(self, attempt: int) -> int:
@@ -291,7 +290,7 @@ class Supervisor:
             name = signal.Signals(-rank.code).name
             out = oom_kills.risen(self._oom_kills)
             why = ", probably out of memory: the kernel has killed a process for it" if out else ""
-            say(f"{rank} was killed by {name}{why}; last phase: {rank.last_pulse.phase}")
+            say_on_stderr(f"{rank} was killed by {name}{why}; last phase: {rank.last_pulse.phase}")
         self._kill_at_s = time.monotonic() + GRACE_S
 
     def _stopped(self, rank: _Rank) -> bool:
@@ -305,7 +304,7 @@ class Supervisor:
         first = self._ranks[hung[0]]
         cause = f"{first} {NO_PROGRESS} for {first.pulse.silent_s:.0f} s: {first.state()}"
         running = [rank for rank in self._ranks if rank is not first and rank.code is None]
-        say("\n".join([cause, *(f"{rank}: {rank.state()}" for rank in running)]))
+        say_on_stderr("\n".join([cause, *(f"{rank}: {rank.state()}" for rank in running)]))
         for rank in self._ranks:
             rank.link.send({"hung": cause})
             if not rank.answers():
@@ -316,7 +315,7 @@ class Supervisor:
         early = self._stopping and not self._run and set(codes) <= {STOPPED, -signal.SIGKILL}
         if STOPPED in codes or early or (self._stopping and any(map(self._stopped, self._ranks))):
             if codes[0] == -signal.SIGKILL and not self._run:  # it could not say so
-                say("stopped before the first step; the same command starts again")
+                say_on_stderr("stopped before the first step; the same command starts again")
             return STOPPED
         if self._hung:
             return HUNG
@@ -373,12 +372,6 @@ def launch(
         roles=roles,
     )
     return supervisor.run()
-
-
-def say(text: str) -> None:
-    """Print a message; a closed terminal ends the output, not the run."""
-    with suppress(OSError):
-        print(sanitize(text), file=sys.stderr, flush=True)
 
 
 @contextmanager

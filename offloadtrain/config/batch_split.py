@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, broken
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import INTERLEAVED, RanksConfig, Stage, numbers_of
 
@@ -37,34 +37,32 @@ def replicas(config: Config, ranks: int) -> int:
         ConfigError: the ranks cannot be divided into the stages, or into the parts, or hold
             different experts.
     """
-    parts, experts = config.ranks.tensor, config.ranks.expert
-    together = experts * parts * config.ranks.pipeline
-    if ranks % together and experts > 1:
-        of_stage = " of a stage" if config.ranks.pipeline > 1 else ""
-        of_stage += " for a part" if parts > 1 else ""
-        raise ConfigError(
-            f"ranks.expert = {experts} and {_many(ranks)}: each group of {experts} ranks holds all "
-            f"experts{of_stage}. Start a multiple of {together} (--nproc), or set ranks.expert = 1"
-        )
-    if ranks % together and parts > 1:
-        of_stage = " of each stage" if config.ranks.pipeline > 1 else ""
-        raise ConfigError(
-            f"ranks.tensor = {parts} and {_many(ranks)}: the ranks of all parts read one batch, "
-            f"and each part{of_stage} needs one. Start a multiple of {together} (--nproc), or set "
-            "ranks.tensor = 1"
-        )
-    count, rest = divmod(ranks // parts, config.ranks.pipeline)
-    if rest or not count:
-        raise ConfigError(
-            f"ranks.pipeline = {config.ranks.pipeline} and {_many(ranks)}: each stage needs as "
-            f"many ranks as the others. Start a multiple of {config.ranks.pipeline} (--nproc), or "
-            "set ranks.pipeline = 1"
-        )
-    return count
-
-
-def _many(ranks: int) -> str:
-    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+    parts, experts, stages = config.ranks.tensor, config.ranks.expert, config.ranks.pipeline
+    together = experts * parts * stages
+    rest, many = ranks % together, f"{ranks} rank{'s' if ranks > 1 else ''}"
+    of_stage, of_each = (" of a stage", " of each stage") if stages > 1 else ("", "")
+    problems = broken(
+        (
+            rest and experts > 1,
+            f"ranks.expert = {experts} and {many}: each group of {experts} ranks holds all experts"
+            f"{of_stage}{' for a part' if parts > 1 else ''}. Start a multiple of {together} "
+            "(--nproc), or set ranks.expert = 1",
+        ),
+        (
+            rest and parts > 1,
+            f"ranks.tensor = {parts} and {many}: the ranks of all parts read one batch, and each "
+            f"part{of_each} needs one. Start a multiple of {together} (--nproc), or set "
+            "ranks.tensor = 1",
+        ),
+        (
+            rest,
+            f"ranks.pipeline = {stages} and {many}: each stage needs as many ranks as the others. "
+            f"Start a multiple of {stages} (--nproc), or set ranks.pipeline = 1",
+        ),
+    )
+    if problems:
+        raise ConfigError(problems[0])
+    return ranks // (parts * stages)
 
 
 def shards(config: Config, ranks: int) -> int:
@@ -80,9 +78,9 @@ def shards(config: Config, ranks: int) -> int:
         model_parts = config.ranks.pipeline * config.ranks.tensor
         of_part = f", {count} of each part of the model" if model_parts > 1 else ""
         raise ConfigError(
-            f"ranks.shard = {size} and {_many(ranks)}{of_part}: each group of {size} holds a whole "
-            f"copy of the state. Start a multiple of {size * model_parts} (--nproc), or set "
-            "ranks.shard = 0"
+            f"ranks.shard = {size} and {ranks} rank{'s' if ranks > 1 else ''}{of_part}: each "
+            f"group of {size} holds a whole copy of the state. Start a multiple of "
+            f"{size * model_parts} (--nproc), or set ranks.shard = 0"
         )
     return size
 

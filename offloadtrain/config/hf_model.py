@@ -19,8 +19,9 @@ from typing import Any, Literal
 from offloadtrain.boundary.model_folder import inside
 from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config import toml
-from offloadtrain.config.errors import ConfigError, broken
+from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.model_shape import MOST_LAYERS, MOST_TOKENS, ModelShape
+from offloadtrain.config.option import POSITIVE, at_least, out_of_range, ranged
 from offloadtrain.config.ranks_options import Stage
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -39,18 +40,10 @@ class Lora:
         target_modules: names of linear layers; empty: those that PEFT chooses for the class.
     """
 
-    r: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    r: int = ranged(8, at_least(1))
+    alpha: float = ranged(16.0, POSITIVE)
+    dropout: float = ranged(0.0, ((lambda value: 0.0 <= value < 1.0), "in [0, 1)"))
     target_modules: tuple[str, ...] = ()
-
-    def problems(self) -> list[str]:
-        """Return one sentence per broken rule, each naming the key to change."""
-        return broken(
-            (self.r < 1, f"r = {self.r} must be at least 1"),
-            (self.alpha <= 0.0, f"alpha = {self.alpha} must be above 0"),
-            (not 0.0 <= self.dropout < 1.0, f"dropout = {self.dropout} must be in [0, 1)"),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,15 +338,14 @@ def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
             continue
         job.problems.append(f"model.{key} is config.json's with model.hf: leave it out")
         del table[key]
-    toml.report_unknown(job, table, HF_KEYS, "model")
-    kinds = {key: kind for key, kind in toml.field_kinds(HfModel).items() if key in HF_KEYS}
     lora = table.pop("lora", None)
-    values = toml.read_fields(job, kinds, table, "model")
+    kinds = {key: kind for key, kind in toml.field_kinds(HfModel).items() if key in HF_KEYS}
+    values = toml.read_table(job, kinds, table, "model")
     if lora is not None and not isinstance(lora, dict):
         job.problems.append(f"model.lora = {toml.shown(lora)} must be a table: {{r = 8}}")
     elif lora is not None:
         values["lora"] = Lora(**toml.read_table(job, toml.field_kinds(Lora), lora, "model.lora"))
-        job.problems += [f"model.lora.{problem}" for problem in values["lora"].problems()]
+        job.problems += out_of_range(values["lora"], "model.lora.")
     return None if job.problems else HfModel(**values)
 
 

@@ -212,10 +212,9 @@ def loads(
     if folder is not None and isinstance(machine, str) and machine.endswith(".toml"):
         job.tables["device"]["machine"] = os.path.abspath(folder / machine)
     overruled = list(drop_overruled_keys(job))
-    toml.report_unknown(job, job.tables, [*_PLAIN, *_SECTIONS])
-    values = toml.read_fields(job, _PLAIN, job.tables)
-    for key in toml.missing_fields(Config, {*job.tables, *_SECTIONS}):
-        job.problems.append(f"{key} is missing")
+    values = toml.read_table(job, _PLAIN, job.tables, others=[*_SECTIONS])
+    missing = toml.missing_fields(Config, {*job.tables, *_SECTIONS})
+    job.problems += [f"{key} is missing" for key in missing]
     sections = {name: _read_section(job, name) for name in _SECTIONS}
     job.raise_problems()
     if isinstance(sections["model"], HfModel):

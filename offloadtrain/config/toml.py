@@ -213,9 +213,12 @@ def read_fields(job: Job, kinds: Mapping[str, Any], table: Table, name: str = ""
     return values
 
 
-def read_table(job: Job, kinds: Mapping[str, Any], table: Table, name: str = "") -> Table:
-    """Return the values of a table whose keys are exactly those of `kinds`; see `read_fields`."""
-    report_unknown(job, table, [*kinds], name)
+def read_table(
+    job: Job, kinds: Mapping[str, Any], table: Table, name: str = "", others: Sequence[str] = ()
+) -> Table:
+    """Return the values of a table whose keys are those of `kinds`, and `others`, which somebody
+    else reads; see `read_fields`."""
+    report_unknown(job, table, [*kinds, *others], name)
     return read_fields(job, kinds, table, name)
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TypeAlias
@@ -27,31 +26,15 @@ RESERVED_BYTES = 64 << 10
 _Queued: TypeAlias = tuple[Event, float, int] | threading.Event | None
 
 
-@dataclass(slots=True)
-class _Losses:
-    """The number of events that will never be in the log.
+class _LogFile:
+    """The open log, and the space that is reserved for its last record.
 
     Attributes:
-        reported: of those, the number that the log reports.
-        reported_before: `reported` when the disk began to refuse.
+        reported_removal: somebody was told that it is removed, and cannot be made again.
     """
 
-    count: int = 0
-    reported: int = 0
-    reported_before: int = 0
-    # Reentrant: a signal handler may emit.
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def add(self) -> None:
-        with self._lock:
-            self.count += 1
-
-
-class _LogFile:
-    """The open log, and the space that is reserved for its last record."""
-
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.reported_removal = path, False
         self._fd, self._torn = _open_log(path)
         self._reserve = _reserved(path.parent)
 
@@ -119,67 +102,49 @@ class EventWriter:
 
     Attributes:
         error: the current error of the disk, or None.
+        dropped: number of events that will never be in the log.
     """
 
     def __init__(
         self,
-        path: str | Path | None,
         rank: int = 0,
         capacity: int = 4096,
-        on_error: Callable[[OSError], None] | None = None,
-        on_recovery: Callable[[int], None] | None = None,
-        on_removed: Callable[[str], None] | None = None,
+        say: Callable[[str], object] = lambda sentence: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the log for appending, with mode 0600 if it is new.
+        """Hold events until `open`.
 
         Args:
-            path: None: events are held until `open`.
-            on_error: called once, on the writer's thread, when the disk begins to refuse.
-            on_recovery: called there with the number of lost events, when the rest is written.
-            on_removed: called there with a sentence, once each time the log is removed or renamed.
+            say: called with a sentence, on the writer's thread, when the disk begins to refuse,
+                when the rest is written, and each time the log is removed or renamed.
             clock: the time of a record, in Unix seconds.
-
-        Raises:
-            OSError: the log cannot be opened.
         """
         self.error: OSError | None = None
-        self._rank, self._clock = rank, clock
+        self.dropped = self._reported = 0
+        self._lock = threading.RLock()  # of `dropped`; reentrant: a signal handler may emit
+        self._rank, self._clock, self._say = rank, clock, say
         self._capacity = capacity
-        self._on_error, self._on_recovery, self._on_removed = on_error, on_recovery, on_removed
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
-        self._losses = _Losses()
         self._refused: OSError | None = None  # until the recovery was reported
-        self._reported_removal = False
         self._give_up_s = math.inf
         self._closed = False
         self._thread = StandbyThread("event-writer")
-        if path is not None:
-            try:
-                self.open(path)
-            except OSError:
-                self._thread.begin(lambda: None)  # ends it
-                raise
 
-    def open(self, path: str | Path) -> None:
-        """Start writing, beginning with the held events.
+    def open(self, path: Path) -> None:
+        """Open the log for appending, with mode 0600 if it is new, and start writing, beginning
+        with the held events.
 
         Raises:
             OSError: the log cannot be opened.
         """
-        self._file = _LogFile(Path(path))
+        self._file = _LogFile(path)
         self._thread.begin(self._run)
-
-    @property
-    def dropped(self) -> int:
-        """Number of events that will never be in the log."""
-        return self._losses.count
 
     def emit(self, event: Event) -> None:
         """Queue an event with the current time; never blocks and never raises."""
         limit = self._capacity * 3 // 4 if type(event) is LaneSpan else self._capacity
         if self._closed or (self._queue.qsize() >= limit and type(event) is not RunEnded):
-            self._losses.add()
+            self._lose()
         else:
             self._queue.put((event, self._clock(), time.monotonic_ns()))
         if type(event) is RunEnded:
@@ -226,30 +191,33 @@ class EventWriter:
         while not self._appended(line):
             if time.monotonic() >= self._give_up_s:
                 if type(event) is not RunEnded or not self._end_anyway(line):
-                    self._losses.add()
+                    self._lose()
                 return
             time.sleep(RETRY_S)
+
+    def _lose(self) -> None:
+        with self._lock:
+            self.dropped += 1
 
     def _restore_removed_log(self) -> None:
         """Make the log again if it was removed or renamed; see [Note: A log that is removed]."""
         if not self._file.is_removed():
-            self._reported_removal = False
+            self._file.reported_removal = False
             return
         message = f"{self._file.path} was removed or renamed during the run: "
         try:
             self._file.make_again()
         except OSError as error:
-            if not self._reported_removal and self._on_removed:
-                self._on_removed(
-                    f"{message}it cannot be made again ({error.strerror}); training continues, "
-                    "later records are in the removed file"
+            if not self._file.reported_removal:
+                self._say(
+                    f"warning: {message}it cannot be made again ({error.strerror}); training "
+                    "continues, later records are in the removed file"
                 )
-            self._reported_removal = True
+            self._file.reported_removal = True
             return
         message += "training continues with a new log, without the records before"
         self._appended(self._warning_line("log-removed", message))
-        if self._on_removed:
-            self._on_removed(message)
+        self._say(f"warning: {message}")
 
     def _appended(self, line: bytes) -> bool:
         """Append a line; return whether the disk has taken it."""
@@ -257,9 +225,11 @@ class EventWriter:
             self._file.append(line)
         except OSError as error:
             if not self._refused:
-                self._losses.reported_before = self._losses.reported
-                if self._on_error:
-                    self._on_error(error)
+                self._reported_before = self._reported
+                self._say(
+                    f"warning: the event log cannot be written ({error.strerror}): training "
+                    "continues, and writes are retried until the run ends"
+                )
             self.error = self._refused = error
             return False
         self.error = None
@@ -268,25 +238,26 @@ class EventWriter:
     def _end_anyway(self, line: bytes) -> bool:
         """Write the last record on a full disk, after a record of the losses."""
         self._file.release_reserve()
-        lost = self._losses.count - self._losses.reported
+        lost = self.dropped - self._reported
         if not self._appended((self._lost_line() if lost else b"") + line):
             return False
-        self._losses.reported += lost
+        self._reported += lost
         return True
 
     def _report_losses(self) -> None:
         """Record the losses, once the disk accepts writes again."""
         if self.error:
             return
-        lost = self._losses.count - self._losses.reported
+        lost = self.dropped - self._reported
         if lost and self._appended(self._lost_line()):
-            self._losses.reported += lost
-        if self._refused and self._on_recovery and not self.error:
-            self._on_recovery(self._losses.count - self._losses.reported_before)
+            self._reported += lost
+        if self._refused and not self.error:
+            lost = self.dropped - self._reported_before
+            self._say(f"the event log is being written again; {lost} records were lost")
         self._refused = self.error
 
     def _lost_line(self) -> bytes:
-        lost = self._losses.count - self._losses.reported
+        lost = self.dropped - self._reported
         message = f"{lost} events were dropped: the log's disk was slower than the run"
         if self._refused:
             message = f"{lost} events were lost: the log's disk refused ({self._refused.strerror})"
@@ -297,7 +268,7 @@ class EventWriter:
         return to_line(warning, self._rank, time.time(), time.monotonic_ns())
 
 
-def _open_log(path: str | Path) -> tuple[int, bool]:
+def _open_log(path: Path) -> tuple[int, bool]:
     """Open for appending; return also whether a crash of an earlier run tore its last line."""
     fd = open_descriptor(path, flags=os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:

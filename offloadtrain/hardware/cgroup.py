@@ -17,11 +17,14 @@ def folders(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Path]:
 
 def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
     """Return the CPU quota of this process and its ancestors, in CPUs; None: no limit."""
-    quotas = [_quota_v2(folder) for folder in folders(mount, membership)]
-    for controllers, relative in _paths(membership).items():
-        if "cpu" in controllers.split(","):
-            quotas += [_quota_v1(f) for f in _with_ancestors(mount / controllers, relative)]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    v2 = (_text(folder / "cpu.max").partition(" ")[::2] for folder in folders(mount, membership))
+    v1 = (
+        (_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
+        for folder in _v1_folders("cpu", mount, membership)
+    )
+    # "max", -1 or nothing: no limit.
+    limits = (pair for pair in (*v2, *v1) if all(text.isdecimal() and int(text) for text in pair))
+    return min((int(quota) / int(period) for quota, period in limits), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class MemoryLimit:
 def memory_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[MemoryLimit]:
     """Return the memory limits of this process's groups and their ancestors, in both versions."""
     v2 = (_memory_limit(folder, *_V2_MEMORY) for folder in folders(mount, membership))
-    v1 = (_memory_limit(folder, *_V1_MEMORY) for folder in _v1_folders(mount, membership))
+    v1 = (_memory_limit(f, *_V1_MEMORY) for f in _v1_folders("memory", mount, membership))
     return [limit for limit in (*v2, *v1) if limit is not None]
 
 
@@ -49,7 +52,7 @@ def oom_counters(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Pat
     """Return the files that count processes killed for memory: this process's group's own, or the
     machine's where groups do not count."""
     v2 = [folder / "memory.events" for folder in folders(mount, membership)[:1]]
-    v1 = [folder / "memory.oom_control" for folder in _v1_folders(mount, membership)[:1]]
+    v1 = [folder / "memory.oom_control" for folder in _v1_folders("memory", mount, membership)[:1]]
     return [file for file in (*v2, *v1) if file.exists()] or [Path("/proc/vmstat")]
 
 
@@ -58,9 +61,10 @@ _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 _NO_LIMIT = 1 << 62
 
 
-def _v1_folders(mount: Path, membership: Path) -> list[Path]:
+def _v1_folders(controller: str, mount: Path, membership: Path) -> list[Path]:
+    """Return this process's folder of a controller and its ancestors, its own first."""
     for controllers, relative in _paths(membership).items():
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             return _with_ancestors(mount / controllers, relative)
     return []
 
@@ -91,21 +95,3 @@ def _paths(membership: Path) -> dict[str, str]:
 def _with_ancestors(mount: Path, relative: str) -> list[Path]:
     folder = mount / relative.lstrip("/")
     return [f for f in (folder, *folder.parents) if f.is_relative_to(mount)]
-
-
-def _quota_v2(folder: Path) -> float | None:
-    file = folder / "cpu.max"
-    if not file.exists():  # the root group has none
-        return None
-    limit, _, period = file.read_text().strip().partition(" ")
-    if not (limit.isdecimal() and period.isdecimal() and int(period)):  # "max 100000"
-        return None
-    return int(limit) / int(period)
-
-
-def _quota_v1(folder: Path) -> float | None:
-    limit, period = folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
-    if not (limit.exists() and period.exists()):
-        return None
-    quota = int(limit.read_text())
-    return None if quota <= 0 else quota / int(period.read_text())

@@ -12,16 +12,13 @@ from pathlib import Path
 IN_MEMORY = ("tmpfs", "ramfs")
 """Kinds whose files are in host memory."""
 
-_MOUNTS = Path("/proc/self/mountinfo")
 
-
-def kind_of(folder: Path, mounts: Path = _MOUNTS) -> str:
+def kind_of(folder: Path) -> str:
     """Return the kind, such as "ext4" or "tmpfs", by the longest mount point above the folder; ""
     where the kernel does not tell."""
-    if not mounts.exists():
-        return ""
-    resolved, best, kind = folder.resolve(), Path(), ""
-    for line in mounts.read_text().splitlines():
+    mounts, resolved = Path("/proc/self/mountinfo"), folder.resolve()
+    best, kind = Path(), ""
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
         before, _, after = line.partition(" - ")
         # The kernel writes blanks and backslashes in octal.
         octal = before.split()[4].encode("latin-1", "backslashreplace")

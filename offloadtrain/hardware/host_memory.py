@@ -150,8 +150,13 @@ def stated_bytes() -> int | None:
         raise InputError(f"{HOST_MEMORY_VARIABLE}: {error}") from None
 
 
+def meminfo() -> dict[str, int]:
+    """Return the sizes in /proc/meminfo, in bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
+
+
 def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise HostMemoryError("/proc/meminfo has no MemAvailable: Linux 3.14 or newer is needed")
+    if (available := meminfo().get("MemAvailable")) is None:
+        raise HostMemoryError("/proc/meminfo has no MemAvailable: Linux 3.14 or newer is needed")
+    return available

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
 from offloadtrain.config.errors import OffloadTrainError
@@ -86,27 +85,15 @@ class Window:
 class MemorySampler:
     """Samples memory on its own thread, into records for the log."""
 
-    def __init__(
-        self,
-        emit: Callable[[schema.Event], None],
-        *,
-        read_device: Callable[[], DeviceMemory] | None = None,
-        pinned: Callable[[], int | None] = lambda: None,
-        each_second: Callable[[], None] = lambda: None,
-        interval_s: float = INTERVAL_S,
-        thread: StandbyThread | None = None,
-    ) -> None:
-        """Start sampling.
+    _read_device: Callable[[], DeviceMemory] | None
+    _pinned: Callable[[], int | None]
+    _each_second: Callable[[], None]
 
-        Args:
-            emit: gets a record every RECORD_S, on the sampler's thread.
-            read_device: None: the host is sampled alone.
-            each_second: called on the sampler's thread.
-            thread: what it samples on; default: a new one.
-        """
-        self._emit, self._read_device, self._pinned = emit, read_device, pinned
-        self._each_second = each_second
-        self._interval_s = interval_s
+    def __init__(
+        self, emit: Callable[[schema.Event], None], interval_s: float = INTERVAL_S
+    ) -> None:
+        """`emit`: gets a record every RECORD_S, on the sampler's thread."""
+        self._emit, self._interval_s = emit, interval_s
         self._window = Window()
         self._step = 0
         self._host_peak = 0
@@ -114,7 +101,22 @@ class MemorySampler:
         """When the step that is followed began, and its curve of (ms, bytes)."""
         self._host, self._host_until_s = Sizes(), 0.0
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._thread = thread or StandbyThread("memory-sampler")
+        self._thread = StandbyThread("memory-sampler")
+
+    def begin(
+        self,
+        *,
+        read_device: Callable[[], DeviceMemory] | None = None,
+        pinned: Callable[[], int | None] = lambda: None,
+        each_second: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start sampling.
+
+        Args:
+            read_device: None: the host is sampled alone.
+            each_second: called on the sampler's thread.
+        """
+        self._read_device, self._pinned, self._each_second = read_device, pinned, each_second
         self._thread.begin(self._run)
 
     def step_begins(self, step: int, *, follow: bool = False) -> None:
@@ -135,9 +137,10 @@ class MemorySampler:
         return peak, schema.StepMemory(step=self._step, tier=tier, at_ms=times, kib=sizes)
 
     def close(self) -> None:
-        """End the thread with a last record. Idempotent."""
+        """End the thread, with a last record if it samples. Idempotent."""
         self._ended.set()
         self._wake.set()
+        self._thread.begin(lambda: None)  # unless it samples
         self._thread.join(timeout=10 * INTERVAL_S)  # no longer: a driver call may hang
 
     def _run(self) -> None:
@@ -181,11 +184,12 @@ def sampled(device: DeviceMemory | None, pinned: int | None, host: Sizes) -> Siz
 
 def _host_sizes() -> Sizes:
     """Takes half a millisecond."""
-    stated = _meminfo()
-    sizes: Sizes = {"page_cache": stated.get("Cached")}
+    sizes = Sizes()
     with suppress(OSError, ValueError, OffloadTrainError):
         sizes["available"] = max(host_memory.available_bytes(), 0)
-    with suppress(KeyError):
+    with suppress(OSError, ValueError, KeyError):
+        stated = host_memory.meminfo()
+        sizes["page_cache"] = stated["Cached"]
         sizes["swap"] = stated["SwapTotal"] - stated["SwapFree"]
     return sizes
 
@@ -195,14 +199,6 @@ def thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
     group = -(-len(curve) // CURVE_POINTS)
     parts = [curve[i : i + group] for i in range(0, len(curve), group)]
     return [(round(part[-1][0], 1), max(size for _, size in part) >> 10) for part in parts]
-
-
-def _meminfo() -> dict[str, int]:
-    """Return the sizes in /proc/meminfo, in bytes; empty where there is none."""
-    with suppress(OSError, ValueError):
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        return {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
-    return {}
 
 
 def _short(sizes: list[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from offloadtrain.data.batches import Batches, Masking
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.source import HUB, PYTHON_STDLIB
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
+from offloadtrain.data.tokens import DataError, TokenFile, verify
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
@@ -43,6 +44,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 from offloadtrain.runtime.thread_pools import POOLS, shared_pool
 from offloadtrain.train.run_folder import ResumedSettings
@@ -86,16 +88,13 @@ class TrainingContext:
 
 def assemble(
     job: Config,
-    on_prepare: Progress | None = None,
     ranks: Ranks = ALONE,
     rank_info: RankInfo | None = None,
     resumed: ResumedSettings | None = None,
-    on_verify: Progress | None = None,
 ) -> TrainingContext:
     """Build everything at the state before the first step. Every rank calls this.
 
     Args:
-        on_prepare, on_verify: called with the progress of preparing text, and of verifying tokens.
         rank_info: this process among the ranks; default: a single rank.
         resumed: settings of the checkpoint to resume; None: a new run.
 
@@ -123,8 +122,6 @@ def assemble(
         ranks,
         resumed,
         verifies=rank_info.local_rank == 0,  # once on each host
-        on_prepare=on_prepare,
-        on_verify=on_verify,
     )
     _check_same_job(job, train_tokens, ranks)
     check_tokenizers(job, train_tokens, val_tokens, resumed)
@@ -372,8 +369,6 @@ def open_on_ranks(
     resumed: ResumedSettings | None = None,
     *,
     verifies: bool,
-    on_prepare: Progress | None,
-    on_verify: Progress | None,
 ) -> tuple[TokenFile, TokenFile | None]:
     """Open and verify the token files; rank 0 makes them first if they are missing. Every rank
     calls this.
@@ -392,21 +387,19 @@ def open_on_ranks(
     # The other ranks wait until rank 0 has prepared the files.
     if ranks.rank:
         ranks.barrier()
-    opened = open_tokens(config, on_prepare)
+    opened = open_tokens(config)
     if ranks.rank == 0:
         ranks.barrier()
     for tokens in filter(None, opened):
         _check_vocabulary(config, tokens)
     for tokens in filter(None, opened if verifies else ()):
-        verify(tokens, on_verify)
+        verify(tokens, partial(HEARTBEAT.advance, "verifying the tokens"))
     # No rank goes on before the files of its host are verified.
     ranks.barrier()
     return opened
 
 
-def open_tokens(
-    config: Config, on_prepare: Progress | None = None
-) -> tuple[TokenFile, TokenFile | None]:
+def open_tokens(config: Config) -> tuple[TokenFile, TokenFile | None]:
     """Open the token files of a job, made first if the job names a source."""
     data = config.data
     if not data.source:
@@ -428,7 +421,7 @@ def open_tokens(
         form=data.form,
         field=data.field,
         chat_template=data.chat_template,
-        progress=on_prepare,
+        progress=partial(HEARTBEAT.advance, "preparing the data"),
     )
     if made.remark:
         _log.warning(made.remark)

@@ -20,7 +20,7 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT, Watchdog
 from offloadtrain.runtime.process_group import LostRankError, RankError, Ranks, is_of_exchange, lost
 from offloadtrain.runtime.rendezvous import attempt_store, connect, disconnect
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.run_folder import Opened, RunFolder, open_run
+from offloadtrain.train.run_folder import Opened, RunFolder, Say, open_run
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early
 
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -78,9 +78,7 @@ class DistributedRun:
                 raise
             raise LostRankError(lost("the connection of the ranks")) from error
 
-    def open_run(
-        self, config: Config, run_dir: Path | None, resume: str, say: Callable[[str], None]
-    ) -> Opened:
+    def open_run(self, config: Config, *, run_dir: Path | None, resume: str, say: Say) -> Opened:
         """Open the run folder as `run_folder.open_run`. Restarted ranks reopen their folder."""
         if self.rank_info.attempt and self._store.check([_RUN_KEY]):
             run_dir, resume = Path(self._store.get(_RUN_KEY).decode()), "auto"

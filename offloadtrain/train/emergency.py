@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
@@ -58,7 +57,8 @@ class Emergency:
     def step_ended(self) -> None:
         """A step is over and counted: it is what an emergency goes back to."""
         self._tries, self._at = self._optimizer.tries, self._saving.position()
-        self._buffers = self._saving.untrained.versions_of_buffers()
+        untrained = self._saving.untrained
+        self._buffers = untrained.versions(untrained.buffers)
 
     @contextmanager
     def guarded(self, progress: Progress) -> Iterator[None]:
@@ -144,12 +144,12 @@ class Emergency:
             DeviceFailedError, CheckpointError: one has no known value on the host.
         """
         untrained, saved = self._saving.untrained, self._saving.saved_untrained
-        lost = {name for name, tensor in untrained if on_device(tensor)}
+        lost = {name for name, tensor in untrained if tensor.device.type != "cpu"}
         for name, version in untrained.versions().items():
             if name in lost and saved.get(name) != version:
                 why = "has changed since the last checkpoint" if saved else "is in no checkpoint"
                 raise DeviceFailedError(f"'{name}' is on the device only and {why}")
-        for name, version in untrained.versions_of_buffers().items():
+        for name, version in untrained.versions(untrained.buffers).items():
             if name not in lost and not uncounted and version != self._buffers[name]:
                 raise DeviceFailedError(f"the step that failed has changed the buffer '{name}'")
         if not lost:
@@ -178,29 +178,28 @@ def device_failure(error: BaseException) -> BaseException | None:
     return None
 
 
-def on_device(tensor: Tensor) -> bool:
-    """Tell whether a tensor is lost with the device."""
-    return tensor.device.type != "cpu"
-
-
-def _smaller(config: Config) -> Iterator[str]:
-    """Yield the settings that take less device memory than the job's."""
+def _smaller(config: Config) -> list[str]:
+    """Return the settings that take less device memory than the job's."""
     train, offload = config.train, config.offload
-    # First, as it changes neither batches nor what is computed again.
-    if has_state_there := may_be_on_device(offload):
-        yield 'offload.state_on = "host"'
-    if train.micro_batch > 1:
-        halves = f"train.grad_accum_steps = {2 * train.grad_accum_steps}"
-        yield f"train.micro_batch = {train.micro_batch // 2} with {halves}"
-    if offload.activations.recompute_blocks is not None:
-        yield "offload.recompute_blocks left out, for all layers"
-    elif offload.activations.mode != "offload":
-        keeps = offload.activations.mode == "keep"
-        yield f'offload.activation = "{"recompute" if keeps else "offload"}"'
-    if config.makes_logits:
-        yield "train.chunked_loss = true"
-    if offload.gradients.sums_tier != "host":
-        yield 'offload.sums_on = "host"'
-    if not has_state_there and offload.weights.tier == "device":
-        yield 'offload.working = "host"'
-    yield "data.seq_len to less"
+    some, mode = offload.activations.recompute_blocks is not None, offload.activations.mode
+    has_state_there = may_be_on_device(offload)
+    settings = (
+        # First, as it changes neither batches nor what is computed again.
+        (has_state_there, 'offload.state_on = "host"'),
+        (
+            train.micro_batch > 1,
+            f"train.micro_batch = {train.micro_batch // 2} with train.grad_accum_steps = "
+            f"{2 * train.grad_accum_steps}",
+        ),
+        (some, "offload.recompute_blocks left out, for all layers"),
+        (not some and mode == "keep", 'offload.activation = "recompute"'),
+        (not some and mode not in ("keep", "offload"), 'offload.activation = "offload"'),
+        (config.makes_logits, "train.chunked_loss = true"),
+        (offload.gradients.sums_tier != "host", 'offload.sums_on = "host"'),
+        (
+            not has_state_there and offload.weights.tier == "device",
+            'offload.working = "host"',
+        ),
+        (True, "data.seq_len to less"),
+    )
+    return [setting for helps, setting in settings if helps]

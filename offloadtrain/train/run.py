@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from offloadtrain.boundary.output import tell
 from offloadtrain.config import job as jobs
@@ -23,14 +22,14 @@ from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.host_memory import is_out_of_memory, refusal, require_threads_room
 from offloadtrain.runtime.arena import Ledger
-from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
+from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat, Watchdog
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.log.console import Console, run_summary
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
-from offloadtrain.train.signals import Guards
+from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import trainer_of
 
 
@@ -55,61 +54,54 @@ def named_memory_errors() -> Iterator[Callable[[Ledger], None]]:
 EVERY_S = 0.5
 
 
-class ShownSetUp:
-    """Writes what a heartbeat says into the folder, from a thread, until the context is left."""
+@contextmanager
+def shown_set_up(
+    folder: Path, warn: Callable[[str], None], heartbeat: Heartbeat = HEARTBEAT
+) -> Iterator[None]:
+    """Write what a heartbeat says into the folder, from a thread, while inside; then the log has
+    begun, or the start is refused, and the file is removed.
 
-    def __init__(
-        self, folder: Path, warn: Callable[[str], None], heartbeat: Heartbeat = HEARTBEAT
-    ) -> None:
-        """`warn`: called once if the file cannot be written; the set-up goes on unseen."""
-        self._folder, self._warn, self._heartbeat = folder, warn, heartbeat
-        self._over = threading.Event()
-        self._since_s = time.time()
-        self._kills = oom_kills.count(cgroup.oom_counters())
-        self._thread = threading.Thread(target=self._run, name="shown-set-up", daemon=True)
+    Args:
+        warn: called once if the file cannot be written; the set-up goes on unseen.
+    """
+    over, since_s = threading.Event(), time.time()
+    kills = oom_kills.count(cgroup.oom_counters())
 
-    def __enter__(self) -> ShownSetUp:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Remove the file: the log has begun, or the start is refused. Idempotent."""
-        self._over.set()
-        self._thread.join()
-        set_up_file.remove(self._folder)
-
-    def _run(self) -> None:
+    def show() -> None:
         while True:
             try:
-                set_up_file.write(self._folder, self._now())
+                set_up_file.write(folder, set_up_now(heartbeat, since_s, kills))
             except OSError as error:
-                self._warn(f"the set-up's progress cannot be written: {error}")
+                warn(f"the set-up's progress cannot be written: {error}")
                 return
-            if self._over.wait(EVERY_S):
+            if over.wait(EVERY_S):
                 return
 
-    def _now(self) -> SetUpNow:
-        part = self._heartbeat.part
-        return SetUpNow(
-            pid=os.getpid(),
-            pid_start_ticks=start_ticks(),
-            host=socket.gethostname(),
-            since_s=self._since_s,
-            time_s=time.time(),
-            phase=self._heartbeat.phase,
-            part=part.what if part else "",
-            done_bytes=part.done_bytes if part else 0,
-            total_bytes=part.total_bytes if part else 0,
-            oom_kills=self._kills,
-        )
+    thread = threading.Thread(target=show, name="shown-set-up", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        set_up_file.remove(folder)
+
+
+def set_up_now(heartbeat: Heartbeat, since_s: float, kills: dict[str, int]) -> SetUpNow:
+    """Return this moment of a set-up that began at `since_s`, with these counters of kills."""
+    part = heartbeat.part
+    return SetUpNow(
+        pid=os.getpid(),
+        pid_start_ticks=start_ticks(),
+        host=socket.gethostname(),
+        since_s=since_s,
+        time_s=time.time(),
+        phase=heartbeat.phase,
+        part=part.what if part else "",
+        done_bytes=part.done_bytes if part else 0,
+        total_bytes=part.total_bytes if part else 0,
+        oom_kills=kills,
+    )
 
 
 MOST_WARNINGS = 20
@@ -119,12 +111,14 @@ MOST_WARNINGS = 20
 def run(
     config: Config,
     job_text: str,
+    *,
     run_dir: Path | None,
     resume: str,
     distributed: DistributedRun | None,
     waiting: str,
     console: Console,
-    guards: Guards,
+    stop: StopRequests,
+    watchdog: Watchdog,
 ) -> str:
     """Train to the end, or until a stop is requested; rank 0 prints the summary.
 
@@ -138,16 +132,14 @@ def run(
     """
     require_threads_room()
     config = described(config)
-    if distributed is None:
-        opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)
-    else:
-        opened = distributed.open_run(config, run_dir, resume, console.say)
+    open_folder = open_run if distributed is None else distributed.open_run
+    opened = open_folder(config, run_dir=run_dir, resume=resume, say=console.say)
     ranks = ALONE if distributed is None else distributed.ranks
     with ExitStack() as stack:
         folder = stack.enter_context(opened.run)
-        run_log = RunLog(folder, config, console, ranks.rank, run_commands=ranks.rank == 0)
-        log = stack.enter_context(run_log)
-        stack.enter_context(guards.reporting(log.hung))
+        log = stack.enter_context(RunLog(folder, config, console, ranks.rank, run_commands=True))
+        watchdog.log = log.hung
+        stack.callback(setattr, watchdog, "log", None)
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
         set_ledger = stack.enter_context(named_memory_errors())
@@ -155,10 +147,10 @@ def run(
         if ranks.rank == 0:
             # See [Note: Nothing before it begins].
             folder.announce()
-            set_up.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
+            set_up.enter_context(shown_set_up(folder.path, partial(log.warn, "set-up-unseen")))
         context = _build(config, opened, distributed, console)
         set_ledger(context.optimizer.ledger)
-        guards.watchdog.watch_lanes(context.optimizer.lanes_state)
+        watchdog.watch_lanes(context.optimizer.lanes_state)
         trainer = trainer_of(config, context, folder, log)
         # See [Note: Reading once].
         if opened.checkpoint and not trainer.resume(opened.checkpoint, opened.skip):
@@ -170,19 +162,19 @@ def run(
             _warn_of_folder(folder, problems, log)
         if distributed is not None:
             distributed.began(folder)
-        guards.watchdog.run = str(folder.path.resolve())
+        watchdog.run = str(folder.path.resolve())
         # Only now: earlier requests are refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
         log.started(context, trainer.progress, waiting)
         set_up.close()
-        guards.stop.defer()
-        status = trainer.train(requests, guards.stop)
+        stop.defer()
+        status = trainer.train(requests, stop)
         log.ended(status)
         context.optimizer.close()
         if ranks.rank == 0:
-            progress, nproc = trainer.progress, 1 if distributed is None else distributed.nproc
-            facts = (folder.path, folder.events(), config, progress.seconds, progress.step)
-            console.say(run_summary(*facts, stopped=status == "stopped", nproc=nproc))
+            nproc = 1 if distributed is None else distributed.nproc
+            facts = folder.path, folder.events(), config, trainer.progress, status, nproc
+            console.say(run_summary(*facts))
             tell(str(folder.path))
     return status
 
@@ -207,11 +199,9 @@ def _build(
 ) -> TrainingContext:
     """Build data, model and engine; the console shows how far it is."""
     console.doing("preparing data and model")
-    preparing = partial(HEARTBEAT.advance, "preparing the data")
-    verifying = partial(HEARTBEAT.advance, "verifying the tokens")
     ranks = ALONE if distributed is None else distributed.ranks
-    rank_info, resumed = None if distributed is None else distributed.rank_info, opened.settings
-    context = assemble(config, preparing, ranks, rank_info, resumed, verifying)
+    rank_info = None if distributed is None else distributed.rank_info
+    context = assemble(config, ranks, rank_info, opened.settings)
     if distributed is not None:
         console.say(explain(config, context.local, ranks.size))
     return context

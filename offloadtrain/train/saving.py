@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,15 +154,25 @@ class Saving:
         return loaded[0] if loaded else None
 
     def _resume(self, source: Checkpoint) -> Progress:
-        """Load the state of a checkpoint; its tensors are verified meanwhile."""
+        """Load the state of a checkpoint, and go on with its data, random numbers and losses; its
+        tensors are verified meanwhile."""
         for code, message in self._changes(source):
             self._log.warn(code, message)
         context = self._context
         delayed = restore(source, context.model.module, context.optimizer, context.ranks)
-        context.optimizer.finish_load(**source.state["optimizer"], delayed=delayed)
-        self._load(source)
+        state, ranks = source.state, context.ranks
+        context.optimizer.finish_load(**state["optimizer"], delayed=delayed)
+        context.batches.load_state_dict(state["data"])
+        self.spikes.load_state_dict(state["spikes"])
+        if mode := state.get("update"):
+            self._log.decided(self.update_choice.decide(mode), source.step)
+        replica = ranks.rank // self._config.ranks.tensor
+        if replica < len(state["rng"]):
+            restore_random_states(state["rng"][replica])
+        else:  # a new rank: numbers that no other rank draws
+            seed_all(self._config.train.seed + replica + source.step * ranks.size)
         self._saved_step, self.saved_untrained = source.step, self.untrained.versions()
-        return Progress(**source.state["progress"])
+        return Progress(**state["progress"])
 
     def roll_back(self, spike: str, progress: Progress) -> None:
         """Load the newest good checkpoint, and continue from it with the batches not used yet. See
@@ -244,19 +254,6 @@ class Saving:
             "tokenizer_name": self._context.train_tokens.header.tokenizer,
             "hf_config": self._hf_config,
         }
-
-    def _load(self, source: Checkpoint) -> None:
-        """Go on as the checkpoint says, with its data, random numbers and losses."""
-        state, ranks = source.state, self._context.ranks
-        self._context.batches.load_state_dict(state["data"])
-        self.spikes.load_state_dict(state["spikes"])
-        if mode := state.get("update"):
-            self._log.decided(self.update_choice.decide(mode), source.step)
-        replica = ranks.rank // self._config.ranks.tensor
-        if replica < len(state["rng"]):
-            restore_random_states(state["rng"][replica])
-        else:  # a new rank: numbers that no other rank draws
-            seed_all(self._config.train.seed + replica + source.step * ranks.size)
 
     def _changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
         """Yield (code, warning) for what has changed since the checkpoint.
@@ -456,7 +453,11 @@ Versions = Mapping[str, tuple[int, int]]
 
 
 class Untrained:
-    """The part of a model in a checkpoint that is not optimizer state."""
+    """The part of a model in a checkpoint that is not optimizer state.
+
+    Attributes:
+        buffers: names of what a forward may change.
+    """
 
     def __init__(self, model: nn.Module, optimizer: save.OffloadedState) -> None:
         self._tables: dict[str, tuple[dict[str, Any], str]] = {}
@@ -465,20 +466,18 @@ class Untrained:
             module = model.get_submodule(prefix)
             table = module._parameters if leaf in module._parameters else module._buffers
             self._tables[name] = table, leaf
-        buffers = [name for name, (table, leaf) in self._tables.items() if not _frozen(table[leaf])]
-        self._buffers = tuple(buffers)
+        self.buffers = tuple(name for name, tensor in self if not _frozen(tensor))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names with tensors."""
         return ((name, table[leaf]) for name, (table, leaf) in self._tables.items())
 
-    def versions(self) -> Versions:
-        return {name: _version(tensor) for name, tensor in self}
-
-    def versions_of_buffers(self) -> Versions:
-        """Only of what a forward may change."""
-        buffers = ((name, *self._tables[name]) for name in self._buffers)
-        return {name: _version(table[leaf]) for name, table, leaf in buffers}
+    def versions(self, names: Iterable[str] | None = None) -> Versions:
+        """Return those of these names; None: all."""
+        chosen = (
+            (name, *self._tables[name]) for name in (self._tables if names is None else names)
+        )
+        return {name: (id(table[x]), table[x]._version) for name, table, x in chosen}
 
     def replace(self, name: str, value: Tensor) -> None:
         """Make the model hold these values, on the host."""
@@ -490,7 +489,3 @@ class Untrained:
 
 def _frozen(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), tensor._version

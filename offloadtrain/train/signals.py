@@ -1,4 +1,4 @@
-"""Stop signals of a run's process, and the watchdog that ends it when it hangs.
+"""Stop signals of a run's process.
 
 Ctrl-C, SIGTERM from Slurm, Kubernetes or systemd, and SIGHUP of a lost terminal request a stop.
 SIGUSR1 requests a checkpoint, and training goes on. Nothing here imports torch.
@@ -10,15 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
-
-from offloadtrain.config.job import Config
-from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.runtime.heartbeat import HEARTBEAT, Watchdog
-from offloadtrain.runtime.launcher_link import Link
 
 REPEAT_S = 0.25
 """A stop so soon after the first is the same one: a terminal sends Ctrl-C to all of a group, and
@@ -95,6 +89,22 @@ _IMPORT_WAIT_S = 0.05
 """Time after which a stop that came in the midst of an import is looked at again."""
 
 
+@contextmanager
+def signals_handled(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle signals by a function inside, except a SIGHUP that is ignored (nohup)."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in before:
+        if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
 class StoppedEarlyError(BaseException):
     """A stop was requested before the first step: there is nothing to save.
 
@@ -126,7 +136,7 @@ class StopRequests:
         self._second: SecondStop | None = None
         self._waits_for_import = False
         self._waiting: threading.Timer | None = None
-        self._before: dict[int, object] = {}
+        self._handled = ExitStack()
 
     @property
     def stops_building(self) -> bool:
@@ -146,14 +156,12 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            # nohup ignores SIGHUP, and means it.
-            ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            numbers = [n for n in _STOPS if n != signal.SIGHUP or not ignored]
-            self._before = {number: signal.signal(number, self._note) for number in numbers}
-            self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_checkpoint)
-            self._second = SecondStop(numbers, self._tell, _end_at_once) if self._aborts else None
+            handle = self._handled.enter_context
+            handle(signals_handled(_STOPS, self._note))
+            handle(signals_handled((signal.SIGUSR1,), self._note_checkpoint))
+            self._second = SecondStop(_STOPS, self._tell, _end_at_once) if self._aborts else None
             # A launcher has blocked them until here.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOPS, signal.SIGUSR1))
         return self
 
     def __exit__(
@@ -163,8 +171,7 @@ class StopRequests:
         traceback: TracebackType | None,
     ) -> None:
         self._look_no_more()
-        for number, before in self._before.items():
-            signal.signal(number, before)  # type: ignore[arg-type]
+        self._handled.close()
         if self._second is not None:
             self._second.close()
 
@@ -230,46 +237,3 @@ def _end_at_once() -> None:
 def _write(note: str) -> None:
     with suppress(OSError):  # the terminal is gone, which is what SIGHUP says
         os.write(_STDERR, f"\n{note}\n".encode())
-
-
-ALONE = RankInfo()
-
-
-@dataclass(frozen=True, slots=True)
-class Guards:
-    stop: StopRequests
-    watchdog: Watchdog
-
-    @contextmanager
-    def reporting(self, log: Callable[[str], None]) -> Iterator[None]:
-        """Log the report of a hang while inside. `log`: may be called from another thread."""
-        self.watchdog.log = log
-        try:
-            yield
-        finally:
-            self.watchdog.log = None
-
-
-@contextmanager
-def guarded(
-    config: Config, *, hung_code: int, rank_info: RankInfo = ALONE, link: Link | None = None
-) -> Iterator[Guards]:
-    """Guard this process; begins before torch is loaded.
-
-    Args:
-        hung_code: exit code of a process that hangs.
-        rank_info: this process among the ranks.
-        link: to the launcher of this rank, which judges hangs and ends it after a second stop.
-
-    Raises:
-        StoppedEarlyError: a stop was requested before the first step.
-    """
-    watchdog = Watchdog(
-        HEARTBEAT,
-        least_limit_s=config.train.hang_timeout_s,
-        hung_code=hung_code,
-        link=link,
-        judges=rank_info.size == 1,
-    )
-    with StopRequests(aborts=link is None, quiet=rank_info.rank > 0) as stop, watchdog:
-        yield Guards(stop, watchdog)

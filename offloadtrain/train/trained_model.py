@@ -333,37 +333,28 @@ def words_of(trained: TrainedModel) -> Words:
     )
 
 
-def continued(trained: TrainedModel, prompt: str, num_tokens: int, sampling: Sampling) -> str:
+def generate(
+    trained: TrainedModel, prompt: str, num_tokens: int, sampling: Sampling, *, chat: bool = False
+) -> str:
     """Return the prompt's continuation, up to the end of its text.
 
-    Raises:
-        ConfigError: the prompt is empty, and the tokenizer has no token to begin with.
-    """
-    words = words_of(trained)
-    tokens = words.encode(prompt) or ([] if words.end_of_text is None else [words.end_of_text])
-    if not tokens:
-        raise ConfigError("--prompt is empty, and the tokenizer has no token to begin with")
-    return _generated(trained, words, tokens, num_tokens, sampling)
-
-
-def answered(trained: TrainedModel, question: str, num_tokens: int, sampling: Sampling) -> str:
-    """Return the assistant's answer to a user's first message.
+    Args:
+        chat: the prompt is a user's first message; return the assistant's answer.
 
     Raises:
+        ConfigError: the prompt is empty, and the tokenizer has no token to begin with; or the chat
+            template refuses the message.
         DataError: the tokenizer has no chat template, or transformers is not installed.
-        ConfigError: the template refuses the message.
     """
     words = words_of(trained)
     try:
-        tokens = words.chat().encode_question(question)
+        tokens = words.chat().encode_question(prompt) if chat else words.encode(prompt)
     except ChatError as error:
         raise ConfigError(f"--chat: {error}") from error
-    return _generated(trained, words, tokens, num_tokens, sampling)
-
-
-def _generated(
-    trained: TrainedModel, words: Words, tokens: list[int], num_tokens: int, sampling: Sampling
-) -> str:
+    if not tokens and words.end_of_text is not None:
+        tokens = [words.end_of_text]
+    if not tokens:
+        raise ConfigError("--prompt is empty, and the tokenizer has no token to begin with")
     prompt_BT = torch.tensor([tokens], device=trained.device)
     generated_BT = trained.model.generate(prompt_BT, num_tokens, sampling)
     new = generated_BT[0, len(tokens) :].tolist()

@@ -114,7 +114,9 @@ def test_what_a_run_makes_is_its_owners_only(tmp_path: Path) -> None:
     run = own_folder(tmp_path / "run")
     Requests(run)
     send(run, "note", "x")
-    EventWriter(own_folder(run / "events") / "rank000.jsonl").close()
+    writer = EventWriter()
+    writer.open(own_folder(run / "events") / "rank000.jsonl")
+    writer.close()
     replace_file(run / "run.json", "{}")
     made = [run, *run.rglob("*")]
     assert len(made) == 7

@@ -107,9 +107,8 @@ def printed(arguments: list[str], capsys: Captured) -> str:
 
 def test_a_case_is_compared_with_the_peers_of_its_run() -> None:
     times = {LIMIT: 1.0, ONE_PASS: 1.05, DEEPSPEED_ZERO2: 2.1}
-    labels = [Label(case, "native", "fp32", 28.0) for case in times]
-    seconds = {label.key: [times[label.case]] * 2 for label in labels}
-    _, ours, _ = rows = rows_of(labels, seconds, 100, threads=2)
+    seconds = {Label(case, "native", "fp32", 28.0): [t] * 2 for case, t in times.items()}
+    _, ours, _ = rows = rows_of(seconds, 100, threads=2)
     assert [ours[x] for x in ("x_limit", "x_deepspeed_zero2", "x_torch_path")] == [1.05, 2.0, None]
     assert ours["ns_per_param"] == pytest.approx(1.05e7)
     assert f"{ONE_PASS:30} native" in table(rows)

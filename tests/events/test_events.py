@@ -175,6 +175,12 @@ def stall(monkeypatch: pytest.MonkeyPatch, log: Path) -> Iterator[Stall]:
     stall.released.set()
 
 
+def opened(log: Path, **options: Any) -> EventWriter:
+    writer = EventWriter(**options)
+    writer.open(log)
+    return writer
+
+
 def _steps(log: Path) -> list[int]:
     return [r.event.step for r in log_lines.read(log) if isinstance(r.event, Step)]
 
@@ -185,7 +191,7 @@ def _step(number: int) -> Step:
 
 def test_records_arrive_in_order_and_each_is_one_write(log: Path, stall: Stall) -> None:
     stall.released.set()
-    writer, before = EventWriter(log, rank=3), time.time()
+    writer, before = opened(log, rank=3), time.time()
     for number in range(100):
         writer.emit(_step(number))
     assert writer.flush() and stall.calls == 100
@@ -201,7 +207,7 @@ def test_records_arrive_in_order_and_each_is_one_write(log: Path, stall: Stall) 
 
 
 def test_emit_never_waits_for_a_stalled_disk_and_drops_are_logged(log: Path, stall: Stall) -> None:
-    writer = EventWriter(log, capacity=50)
+    writer = opened(log, capacity=50)
     writer.emit(_step(0))
     assert stall.reached.wait(HANGS_S)
     for number in range(1, 1000):
@@ -218,7 +224,7 @@ def test_emit_never_waits_for_a_stalled_disk_and_drops_are_logged(log: Path, sta
 
 
 def test_spans_never_push_a_step_out(log: Path, stall: Stall) -> None:
-    writer = EventWriter(log, capacity=100)
+    writer = opened(log, capacity=100)
     writer.emit(_step(0))
     assert stall.reached.wait(HANGS_S)
     for _ in range(500):
@@ -233,7 +239,7 @@ def test_spans_never_push_a_step_out(log: Path, stall: Stall) -> None:
 
 
 def test_close_does_not_wait_for_a_hanging_disk(log: Path, stall: Stall) -> None:
-    writer = EventWriter(log)
+    writer = opened(log)
     writer.emit(STEP)
     writer.close(timeout_s=0.05)
     assert _steps(log) == [] and not stall.released.is_set(), "it hangs yet"
@@ -280,7 +286,7 @@ def _waits(done: Callable[[], object]) -> None:
 def test_a_record_that_is_written_in_parts(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
-    writer = EventWriter(log)
+    writer = opened(log)
     for number in range(3):
         writer.emit(_step(number))
     writer.close()
@@ -289,15 +295,15 @@ def test_a_record_that_is_written_in_parts(log: Path, monkeypatch: pytest.Monkey
 
 
 def test_records_lost_on_a_full_disk_are_counted_in_the_log(log: Path, disk: Disk) -> None:
-    recovered: list[int] = []
-    writer = EventWriter(log, capacity=5, on_recovery=recovered.append)
+    said: list[str] = []
+    writer = opened(log, capacity=5, say=said.append)
     disk.room = 0
     writer.emit(_step(0))
     _waits(lambda: writer.error)
     for number in range(1, 10):
         writer.emit(_step(number))
     disk.room = 1 << 30
-    _waits(lambda: recovered)
+    _waits(lambda: len(said) == 2)
     writer.emit(_step(10))
     writer.close()
     events = [record.event for record in log_lines.read(log)]
@@ -307,15 +313,16 @@ def test_records_lost_on_a_full_disk_are_counted_in_the_log(log: Path, disk: Dis
         events[6].message == "4 events were lost: the log's disk refused (No space left on device)"
     )
     assert events[7:] == [_step(10)], "reported once"
-    assert recovered == [4]
+    assert said[0].startswith("warning: the event log cannot be written (No space left on device)")
+    assert said[1:] == ["the event log is being written again; 4 records were lost"]
 
 
 def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     log: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
-    recovered: list[int] = []
-    writer = EventWriter(log, capacity=5, on_recovery=recovered.append)
+    said: list[str] = []
+    writer = opened(log, capacity=5, say=said.append)
     writer.emit(_step(0))
     assert writer.flush()
     disk.room = 5  # tears a line
@@ -327,18 +334,18 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     first, *between, lost, last = [record.event for record in log_lines.read(log)]
     assert (first, between, last) == (_step(0), [], end)
     assert isinstance(lost, Warning_) and lost.message.startswith("19 events were lost")
-    assert recovered == [19]
+    assert said[-1] == "the event log is being written again; 19 records were lost"
 
 
 def test_events_wait_in_memory_until_there_is_a_log(log: Path) -> None:
-    writer = EventWriter(None)
+    writer = EventWriter()
     writer.emit(_step(1))
     assert writer.flush()
     writer.open(log)
     writer.emit(_step(2))
     writer.close()
     assert _steps(log) == [1, 2]
-    never = EventWriter(None)
+    never = EventWriter()
     never.emit(_step(1))
     never.close()
 
@@ -356,7 +363,7 @@ def test_an_event_that_cannot_be_written_is_reported_and_costs_no_other(
         "backend": {},
         "machine": {},
     }
-    writer = EventWriter(log)
+    writer = opened(log)
     writer.emit(schema.RunStarted(config=itself, plan={}, **base))
     writer.emit(schema.RunStarted(config=cast(Any, {(1, 2): 3}), plan={}, **base))
     writer.emit(STEP)
@@ -367,7 +374,7 @@ def test_an_event_that_cannot_be_written_is_reported_and_costs_no_other(
 
 def test_a_line_torn_by_a_crash_costs_no_later_record(log: Path) -> None:
     log.write_bytes(to_line(_step(1), 0, 0.0) + to_line(_step(2), 0, 0.0)[:20])
-    writer = EventWriter(log)
+    writer = opened(log)
     writer.emit(_step(3))
     writer.close()
     assert _steps(log) == [1, 3]

@@ -34,12 +34,8 @@ class Sampled:
     def __init__(self, allocator: AllocatorCounters | None) -> None:
         self.records: list[schema.Event] = []
         self._sampled = threading.Semaphore(0)
-        self.sampler = MemorySampler(
-            self.records.append,
-            read_device=allocator.read if allocator else None,
-            pinned=self._pinned,
-            interval_s=0.001,
-        )
+        self.sampler = MemorySampler(self.records.append, interval_s=0.001)
+        self.sampler.begin(read_device=allocator.read if allocator else None, pinned=self._pinned)
 
     def _pinned(self) -> int:
         self._sampled.release()  # a sample is being taken

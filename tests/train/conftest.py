@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from offloadtrain.cli.commands import train
 from offloadtrain.config.job import Config
-from offloadtrain.train import signals
 from tests.train.small_job import history, run, small_job, tensor_hashes
 
 StopAfter = Callable[[int | None], None]
@@ -41,7 +41,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> StopAfter:
             return self._left < 0
 
     def arm(limit: int | None) -> None:
-        monkeypatch.setattr(signals, "StopRequests", lambda **_: Counted(limit))
+        monkeypatch.setattr(train, "StopRequests", lambda **_: Counted(limit))
 
     return arm
 
@@ -51,13 +51,13 @@ def with_stops(stop_after: StopAfter) -> Callable[..., None]:
     """Return a function that trains a job in a run folder to its end, with a stop after so many
     steps of each start before the last."""
 
-    def train(job: Config, path: Path, *limits: int) -> None:
+    def train_in_parts(job: Config, path: Path, *limits: int) -> None:
         for number, limit in enumerate((*limits, None)):
             stop_after(limit)
             resume = str(path) if number else "auto"
             assert run(job, path, resume=resume) == (0 if limit is None else 75)
 
-    return train
+    return train_in_parts
 
 
 def assert_same_run(path: Path, expected: Path, last: int = 12) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offloadtrain.cli.commands.train import run_job
-from offloadtrain.cli.exit_codes import HUNG
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.events import log_lines, schema
-from offloadtrain.train.signals import guarded
 
 JOB = """
 name = "small"
@@ -66,8 +64,7 @@ def small_job(folder: Path, *overrides: str) -> Config:
 
 def run(job: Config, path: Path, *, resume: str = "never") -> int:
     """Train in-process in the run folder `path`; return the exit code."""
-    with guarded(job, hung_code=HUNG) as guards:
-        return run_job(job, jobs.dump(job), guards, run_dir=path, resume=resume)
+    return run_job(job, jobs.dump(job), run_dir=path, resume=resume)
 
 
 def events_of(path: Path, kind: type[AnyEvent]) -> list[AnyEvent]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from offloadtrain.config.units import format_clock
 from offloadtrain.events import schema
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.train.log.console import Console, StepLine, format_step, loss_curve
+from offloadtrain.train.log.console import Console, format_step, loss_curve
 
 STEP = schema.Step(
     step=3,
@@ -25,19 +28,24 @@ STEP = schema.Step(
     mfu=0.4123,
     exposed_ms=1.26,
 )
-LINE = StepLine(
-    record=STEP,
-    steps=200,
-    device_bytes=3 * 2**30,
-    host_bytes=14 * 2**30,
-    eta_s=4000,
-    now_s=1_795_000_000.0,  # 11:06:40 UTC
-)
+NOW_S = 1_795_000_000.0
+"""11:06:40 UTC."""
+FIGURES = {
+    "steps": 200,
+    "device_bytes": 3 * 2**30,
+    "host_bytes": 14 * 2**30,
+    "eta_s": 4000.0,
+    "now_s": NOW_S,
+}
 
 
-def line_of(**changed: Any) -> StepLine:
-    """Return the line of a step with other figures."""
-    return replace(LINE, record=replace(STEP, **changed))
+def line_of(changed: Mapping[str, Any] = MappingProxyType({}), **figures: Any) -> str:
+    """Return the line of a step, changed, with other figures of the run."""
+    return format_step(replace(STEP, **changed), **FIGURES | figures)
+
+
+def of_step(step: int = 3) -> Callable[[], str]:
+    return partial(line_of, {"step": step})
 
 
 class Terminal(io.StringIO):
@@ -83,20 +91,20 @@ def test_the_set_up_shows_its_progress() -> None:
 
 
 def test_a_step_line_says_it_all() -> None:
-    clock = format_clock(LINE.now_s + 4000, LINE.now_s)
-    assert format_step(LINE) == (
+    clock = format_clock(NOW_S + 4000, NOW_S)
+    assert line_of() == (
         f"step 3/200 1%  eta 1h06m ({clock})  loss 2.3457  grad 0.912  lr 3.00e-04  12.3k tok/s  "
         "mfu 41.2%  waits 1.3ms  dev 3.0 GiB  host 14.0 GiB"
     )
 
 
 def test_unknown_figures_are_left_out_and_rare_ones_are_added() -> None:
-    assert "dev" not in format_step(replace(LINE, device_bytes=0)), "on a CPU all are the host's"
-    bare = format_step(replace(line_of(grad_norm=None, mfu=None), eta_s=math.nan))
+    assert "dev" not in line_of(device_bytes=0), "on a CPU all are the host's"
+    bare = line_of({"grad_norm": None, "mfu": None}, eta_s=math.nan)
     assert "grad" not in bare and "mfu" not in bare and "1%  eta - (-)  loss" in bare
-    full = format_step(replace(line_of(skipped=True, loss_scale=65536.0), val_loss=2.5))
+    full = line_of({"skipped": True, "loss_scale": 65536.0}, val_loss=2.5)
     assert "val 2.5000  SKIPPED  grad" in full and "scale 65536" in full
-    broken = format_step(line_of(loss=math.nan, grad_norm=math.inf))
+    broken = line_of({"loss": math.nan, "grad_norm": math.inf})
     assert "loss nan" in broken and "grad inf" in broken
 
 
@@ -139,11 +147,11 @@ def test_a_plain_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None
         clock = Clock()
         console = Console(stream, every_s=5.0, clock=clock)
         for step in range(1, 13):
-            console.step(line_of(step=step))
+            console.step(of_step(step))
             clock.now += 1
         shown = [line.split()[1] for line in stream.getvalue().splitlines()]
         assert shown == ["1/200", "6/200", "11/200"]
-        console.step(line_of(step=200), force=True)
+        console.step(of_step(200), force=True)
         assert stream.getvalue().splitlines()[-1].startswith("step 200/200")
         assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
 
@@ -155,13 +163,13 @@ def test_a_live_line_is_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> N
     stream, clock = Terminal(), Clock()
     console = Console(stream, every_s=5.0, clock=clock)
     console.say("before")
-    console.step(LINE)
-    console.step(line_of(step=4))  # too early for a terminal, too
+    console.step(of_step())
+    console.step(of_step(4))  # too early for a terminal, too
     clock.now += 0.2
-    console.step(line_of(step=5))
+    console.step(of_step(5))
     console.say("after")
     console.end_line()
-    first, second = format_step(LINE)[:39], format_step(line_of(step=5))[:39]
+    first, second = of_step()()[:39], of_step(5)()[:39]
     erase = "\r\x1b[2K"
     assert stream.getvalue() == f"before\n{erase}{first}{erase}{second}\nafter\n"
 
@@ -178,7 +186,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(live: bool) -> None:
     stream = Gone()
     stream.isatty = lambda: live  # type: ignore[method-assign]
     console = Console(stream)
-    console.step(LINE)
+    console.step(of_step())
     console.say("hello")
     console.end_line()
     stream.close()

@@ -23,7 +23,6 @@ import pytest
 from offloadtrain_tui.reading.log_reader import list_runs
 
 from offloadtrain.cli.commands.train import run_job
-from offloadtrain.cli.exit_codes import HUNG
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
@@ -35,7 +34,6 @@ from offloadtrain.train import run_folder
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job, open_run
-from offloadtrain.train.signals import guarded
 from tests.data.tiny import write_tokens
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, run, small_job, write_text
@@ -301,8 +299,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 def started(job: Config, *, resume: str = "never", run_dir: Path | None = None) -> int:
     """As the command starts it, in a dated folder if none is named."""
-    with guarded(job, hung_code=HUNG) as guards:
-        return run_job(job, jobs.dump(job), guards, run_dir=run_dir, resume=resume)
+    return run_job(job, jobs.dump(job), run_dir=run_dir, resume=resume)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ def test_owners_are_logged_when_now_or_peak_moves(
     gpu.take(24 * GIB)
     optimizer: Any = SimpleNamespace(device=torch.device("cuda", 0), ledger=ledger, pinned=True)
     records: list[schema.Event] = []
-    memory = RunMemory(optimizer, records.append, nvml=Nvml(), warn=_no_warning)
+    memory = RunMemory(records.append)
+    memory.begin(optimizer, nvml=Nvml(), warn=_no_warning)
     report: Any = SimpleNamespace(sampled="a timeline")
 
     def other() -> tuple[int, int]:
@@ -42,16 +43,16 @@ def test_owners_are_logged_when_now_or_peak_moves(
         return row.num_bytes, row.peak_bytes
 
     assert other() == (0, 0) and memory.news() == ()
-    memory.step_begins(1, follow=True)
+    memory.sampler.step_begins(1, follow=True)
     gpu.take(5 * GIB)
     assert other() == (5 * GIB, 5 * GIB)
     gpu.take(-5 * GIB)
     assert other() == (0, 5 * GIB)
     assert memory.end_step(report)[0] == 29 * GIB
-    memory.step_begins(2, follow=False)
+    memory.sampler.step_begins(2, follow=False)
     assert memory.end_step(report)[0] == 24 * GIB
     assert memory.news() == ()  # the run's peak stays, when the step's is set back
-    memory.close()
+    memory.sampler.close()
     (*_, last) = records
     assert isinstance(last, schema.LiveMemory) and _newest(last.allocated_kib) == 24 << 20
 

@@ -87,7 +87,8 @@ def test_a_peak_inside_a_step_reaches_the_bar(monkeypatch: pytest.MonkeyPatch) -
     records: list[schema.Event] = []
     gpu.take(6 * GIB)
     gpu.take(-6 * GIB)
-    sampler = MemorySampler(records.append, read_device=counters.read, interval_s=60.0)
+    sampler = MemorySampler(records.append, interval_s=60.0)
+    sampler.begin(read_device=counters.read)
     sampler.close()
     (bar,) = memory.devices(shown(history_of(system(), *records)))
     assert bar.peak == FIXED + 6 * GIB and bar.used == FIXED

@@ -21,8 +21,8 @@ from offloadtrain_tui.summary import numbers
 from offloadtrain_tui.view_state import ViewState
 
 from offloadtrain.events import set_up_file
-from offloadtrain.runtime.heartbeat import Heartbeat
-from offloadtrain.train.run import ShownSetUp
+from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
+from offloadtrain.train.run import set_up_now, shown_set_up
 from offloadtrain.train.run_folder import RunFolder
 from tests.tui.recordings import plain, write
 
@@ -31,13 +31,13 @@ import sys, time
 from pathlib import Path
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.run import ShownSetUp
+from offloadtrain.train.run import shown_set_up
 path = Path(sys.argv[1])
 run = RunFolder(path) if path.exists() else RunFolder.new(path.parent, "job", path)
 run.announce()
 HEARTBEAT.enter("preparing data and model")
 HEARTBEAT.advance("page-locking host memory", 30 << 30, 118 << 30)
-with ShownSetUp(run.path, print):
+with shown_set_up(run.path, print):
     while not (path / "set_up.json").exists():
         time.sleep(0.01)
     print("shown", flush=True)
@@ -114,7 +114,7 @@ def test_a_resumed_run_is_shown_before_its_log_continues(tmp_path: Path) -> None
 
 def test_on_another_host_the_file_counts_for_a_while(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [])
-    now = ShownSetUp(folder, pytest.fail)._now()
+    now = set_up_now(HEARTBEAT, time.time(), {})
     values = json.loads(json.dumps({name: getattr(now, name) for name in now.__slots__}))
     (folder / "set_up.json").write_text(json.dumps(values | {"host": "elsewhere"}))
     view = snapshot_of(folder).first
@@ -130,7 +130,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 def test_a_file_with_wrong_values_is_not_read(tmp_path: Path) -> None:
-    now = ShownSetUp(tmp_path, pytest.fail)._now()
+    now = set_up_now(HEARTBEAT, time.time(), {})
     set_up_file.write(tmp_path, now)
     assert set_up_file.read(tmp_path) == now
     values = json.loads((tmp_path / "set_up.json").read_text())
@@ -141,7 +141,7 @@ def test_a_file_with_wrong_values_is_not_read(tmp_path: Path) -> None:
 
 def test_progress_is_live_and_removed_afterwards(tmp_path: Path) -> None:
     beat = Heartbeat()
-    with ShownSetUp(tmp_path, pytest.fail, beat):
+    with shown_set_up(tmp_path, pytest.fail, beat):
         for done in range(0, 101, 50):
             beat.advance("reading weights", done, 100)
             deadline = time.monotonic() + 60
@@ -150,7 +150,7 @@ def test_progress_is_live_and_removed_afterwards(tmp_path: Path) -> None:
                 time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
     warnings: list[str] = []
-    with ShownSetUp(tmp_path / "missing", warnings.append):
+    with shown_set_up(tmp_path / "missing", warnings.append):
         deadline = time.monotonic() + 60
         while not warnings and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -162,6 +162,6 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:
     run = RunFolder.new(tmp_path, "job")
     with run:
         run.announce()
-        set_up_file.write(run.path, ShownSetUp(run.path, pytest.fail)._now())
+        set_up_file.write(run.path, set_up_now(HEARTBEAT, time.time(), {}))
         assert run.path.is_dir()
     assert list(tmp_path.iterdir()) == []

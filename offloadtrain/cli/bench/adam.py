@@ -14,15 +14,16 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offloadtrain.cli.bench.rounds import Case, Seconds, measure, ratio, torch_threads
+from offloadtrain.cli.bench.rounds import Case, Row, measure, ratio, torch_threads
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import (
@@ -59,10 +60,6 @@ PEERS = {
 }
 """Column → the case over whose time it has the speedup."""
 
-Row = dict[str, Any]
-"""A case on one number of threads: the fields of its label, `n`, `threads`, `ns_per_param`,
-`gb_per_s`, `x_limit` (its time relative to moving the 28 bytes of fp32 Adam), and `PEERS`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Label:
@@ -73,17 +70,18 @@ class Label:
     state: str
     bytes_per_param: float | None
 
-    @property
-    def key(self) -> str:
-        return f"{self.case}|{self.backend}|{self.state}"
 
+def rows_of(seconds: Mapping[Label, list[float]], n: int, threads: int) -> list[Row]:
+    """Compare every case with the limit and the peers of the same run.
 
-def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> list[Row]:
-    """Compare every case with the limit and the peers of the same run."""
-    by_case = {label.case: seconds[label.key] for label in labels}
+    Returns:
+        for each case: the fields of its label, `n`, `threads`, `ns_per_param`, `gb_per_s`,
+        `x_limit` (its time relative to moving the 28 bytes of fp32 Adam), and `PEERS`.
+    """
+    by_case = {label.case: times for label, times in seconds.items()}
 
-    def row(label: Label) -> Row:
-        times, size = seconds[label.key], label.bytes_per_param
+    def row(label: Label, times: list[float]) -> Row:
+        size = label.bytes_per_param
         ns_per_param = statistics.median(times) / n * 1e9
         return {
             **asdict(label),
@@ -95,7 +93,7 @@ def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> 
             **{column: ratio(by_case.get(peer), times) for column, peer in PEERS.items()},
         }
 
-    return [row(label) for label in labels]
+    return list(starmap(row, seconds.items()))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -421,12 +419,11 @@ def run(
         ours = our_cases(buffers, backends)
         selected = {label: case for label, case in ours.items() if label.state in {"-", *states}}
         cases = limit_case(buffers, backends) | selected | peers
-        by_key = {label.key: case for label, case in cases.items()}
         # Of one thread the processor's time, which other work on the machine lengthens less.
         clock = time.process_time if count == 1 else time.perf_counter
         with torch_threads(count):
-            seconds = measure(by_key, rounds, partial(on_round, count), clock)
-        rows += rows_of(list(cases), seconds, numel, count)
+            seconds = measure(cases, rounds, partial(on_round, count), clock)
+        rows += rows_of(seconds, numel, count)
     return rows
 
 

@@ -11,13 +11,12 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import isqrt
 
 import torch
 from torch import nn
 
-from offloadtrain.cli.bench.rounds import Case, measure, ratio
+from offloadtrain.cli.bench.rounds import Case, Row, measure, ratio
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.arena import Arena, Ledger
@@ -36,25 +35,13 @@ BYTES_PER_PARAM = 12
 _ENGINE = "the engine's update"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskRow:
-    """One case.
-
-    Attributes:
-        num_bytes: read and written.
-        gb_per_s: their median rate.
-        x_bound: median over the rounds of bound over time; None: the case is not an update.
-    """
-
-    case: str
-    num_bytes: int
-    seconds: float
-    gb_per_s: float
-    x_bound: float | None = None
-
-
-def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) -> list[DiskRow]:
+def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
     """Measure with about so many bytes of state in files in `folder`.
+
+    Returns:
+        for each case: `num_bytes` read and written, its median `seconds` and their rate in
+        `gb_per_s`; `x_bound`: the median over the rounds of bound over time, None of a case that is
+        no update.
 
     Raises:
         DiskError: there is no room for three times as much, or the disk fails.
@@ -73,13 +60,13 @@ def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) ->
     for case, times in seconds.items():
         median, moved = statistics.median(times), one_way * (1 if case in (READ, WRITE) else 2)
         rows.append(
-            DiskRow(
-                case=case,
-                num_bytes=moved,
-                seconds=median,
-                gb_per_s=moved / median / 1e9,
-                x_bound=ratio(seconds[BOTH], times) if case == _ENGINE else None,
-            )
+            {
+                "case": case,
+                "num_bytes": moved,
+                "seconds": median,
+                "gb_per_s": moved / median / 1e9,
+                "x_bound": ratio(seconds[BOTH], times) if case == _ENGINE else None,
+            }
         )
     return rows
 
@@ -122,17 +109,15 @@ class _Update:
         self._optimizer.synchronize()
 
 
-def table(rows: Sequence[DiskRow]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """All rows and the verdict, for people."""
     lines = [f"{'case':24} {'GB':>8} {'s':>8} {'GB/s':>8} {'of the bound':>14}"]
     for row in rows:
-        share = "-" if row.x_bound is None else f"{row.x_bound:.2f}"
-        size = row.num_bytes / 1e9
-        lines.append(
-            f"{row.case:24} {size:8.2f} {row.seconds:8.2f} {row.gb_per_s:8.2f} {share:>14}"
-        )
-    rates = {row.case: row.gb_per_s for row in rows}
-    x_bound = next(row.x_bound for row in rows if row.x_bound is not None)
+        share = "-" if row["x_bound"] is None else f"{row['x_bound']:.2f}"
+        figures = (row["num_bytes"] / 1e9, row["seconds"], row["gb_per_s"])
+        lines.append(f"{row['case']:24} {' '.join(f'{x:8.2f}' for x in figures)} {share:>14}")
+    rates = {row["case"]: row["gb_per_s"] for row in rows}
+    x_bound = next(row["x_bound"] for row in rows if row["x_bound"] is not None)
     word = "reached" if x_bound >= GOAL else "missed"
     return "\n".join(
         (

@@ -10,32 +10,34 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 Case = Callable[[], object]
-Seconds = dict[str, list[float]]
-"""Case → seconds, one entry per round."""
+Name = TypeVar("Name")
+Row = dict[str, Any]
+"""What was measured of a case, by name: a line of a table, or an object of JSON."""
 
 SETTLE_S = 0.02
 """Pause before each case: torch's threads spin for a while after their last loop."""
 
 
 def measure(
-    cases: Mapping[str, Case],
+    cases: Mapping[Name, Case],
     rounds: int,
     on_round: Callable[[int], None],
     clock: Callable[[], float] = time.perf_counter,
     *,
     warm: int = 1,
-) -> Seconds:
-    """Return seconds by case and round; uncounted first rounds compile and touch pages.
+) -> dict[Name, list[float]]:
+    """Return the seconds of each case, by round; uncounted first rounds compile and touch pages.
 
     Args:
         on_round: called with the number of each round, those not counted included.
         warm: rounds that are not counted.
     """
-    seconds: Seconds = {name: [] for name in cases}
+    seconds: dict[Name, list[float]] = {name: [] for name in cases}
     for number in range(rounds + warm):
         on_round(number)
         for name, run in cases.items():

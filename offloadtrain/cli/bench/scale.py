@@ -14,13 +14,13 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import multiprocessing
 
+from offloadtrain.cli.bench.rounds import Row
 from offloadtrain.cli.bench.step import (
     MILLISECONDS,
     median_step_s,
@@ -51,27 +51,16 @@ COLLECTIVE_MS = 4.0
 BATCH, LENGTH = 4, 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleRow:
-    """One case on one number of ranks.
-
-    Attributes:
-        step_ms: median over rounds of the slowest rank's median step.
-        efficiency: the step of one rank over this one, median over rounds.
-        predicted: efficiency by the schedule, with free launches; None if operations are not paced.
-    """
-
-    case: str
-    ranks: int
-    step_ms: float
-    efficiency: float
-    predicted: float | None
-
-
 def run(
     counts: Sequence[int], *, layers: int, steps: int, rounds: int, say: Callable[[str], None]
-) -> list[ScaleRow]:
-    """Run every case on every number of ranks, alternating; `counts` begins with 1."""
+) -> list[Row]:
+    """Run every case on every number of ranks, alternating; `counts` begins with 1.
+
+    Returns:
+        for each case and number of `ranks`: `step_ms`, the median over rounds of the slowest rank's
+        median step; its `efficiency`, the step of one rank over this one; the one `predicted` by
+        the schedule, with free launches, None where operations are not paced.
+    """
     step_times: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds):
         for count in counts:
@@ -81,11 +70,11 @@ def run(
     return [_row(case, count, step_times, layers) for case in CASES for count in counts]
 
 
-def table(rows: Sequence[ScaleRow]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return all rows as a text table."""
     lines = [
-        f"{row.case:30} {row.ranks:5}  {row.step_ms:8.1f} ms  {row.efficiency:10.3f}  "
-        + ("-" if row.predicted is None else f"{row.predicted:.3f}")
+        f"{row['case']:30} {row['ranks']:5}  {row['step_ms']:8.1f} ms  {row['efficiency']:10.3f}  "
+        + ("-" if row["predicted"] is None else f"{row['predicted']:.3f}")
         for row in rows
     ]
     return "\n".join([f"{'case':30} {'ranks':>5}  {'step':>11}  efficiency  predicted", *lines])
@@ -112,18 +101,16 @@ def _pace(kind: Kind, count: int) -> float:
     return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
 
 
-def _row(
-    case: str, count: int, step_times: dict[tuple[str, int], list[float]], layers: int
-) -> ScaleRow:
+def _row(case: str, count: int, step_times: dict[tuple[str, int], list[float]], layers: int) -> Row:
     alone, here = step_times[case, 1], step_times[case, count]
     ratios = [single / scaled for single, scaled in zip(alone, here, strict=True)]
-    return ScaleRow(
-        case=case,
-        ranks=count,
-        step_ms=statistics.median(here),
-        efficiency=statistics.median(ratios),
-        predicted=predicted(case, count, layers),
-    )
+    return {
+        "case": case,
+        "ranks": count,
+        "step_ms": statistics.median(here),
+        "efficiency": statistics.median(ratios),
+        "predicted": predicted(case, count, layers),
+    }
 
 
 def _measured(count: int, layers: int, steps: int) -> dict[str, float]:

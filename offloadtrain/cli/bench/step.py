@@ -17,15 +17,14 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.cli.bench.rounds import Row, ratio
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
-from offloadtrain.cli.bench.rounds import ratio
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine import OffloadOptimizer, offload
@@ -69,26 +68,6 @@ WIDTH = 1024
 """Number of weights of a layer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """One mode and placement; milliseconds per step.
-
-    Attributes:
-        busiest_ms: work of the busiest lane, the lower bound of any schedule.
-        schedule_ms: by the schedule, with free launches.
-        measured_ms: median over steps.
-        x_schedule: median of measured over schedule.
-    """
-
-    mode: str
-    working: str
-    layers: int
-    busiest_ms: float
-    schedule_ms: float
-    measured_ms: float
-    x_schedule: float
-
-
 class _Paced(torch.autograd.Function):
     """Sleeps in forward and backward; the gradient is one number."""
 
@@ -117,20 +96,26 @@ class PacedLayer(nn.Module):
         return out
 
 
-def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
-    """Compare a paced step of a mode and placement with its schedule."""
+def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> Row:
+    """Compare a paced step of a mode and placement with its schedule.
+
+    Returns:
+        milliseconds per step: `busiest_ms`, work of the busiest lane, the lower bound of any
+        schedule; `schedule_ms`, by the schedule, with free launches; `measured_ms`, median over
+        steps; `x_schedule`: measured over schedule.
+    """
     options = OPTIONS[mode] | ({"working": "host"} if streamed else {})
     expected = steady(spec_of_layers(layers, **options), lambda op: _ms(op.kind) / 1e3)
     measured = paced_step_s(layers, steps, _ms, **options)
-    return StepRow(
-        mode=mode,
-        working="host" if streamed else "device",
-        layers=layers,
-        busiest_ms=max(expected.busy.values()) * 1e3,
-        schedule_ms=expected.seconds * 1e3,
-        measured_ms=measured * 1e3,
-        x_schedule=measured / expected.seconds,
-    )
+    return {
+        "mode": mode,
+        "working": "host" if streamed else "device",
+        "layers": layers,
+        "busiest_ms": max(expected.busy.values()) * 1e3,
+        "schedule_ms": expected.seconds * 1e3,
+        "measured_ms": measured * 1e3,
+        "x_schedule": measured / expected.seconds,
+    }
 
 
 def paced_step_s(layers: int, steps: int, ms: Callable[[Kind], float], **options: Any) -> float:
@@ -179,7 +164,7 @@ def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
     )
 
 
-def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]:
+def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[Row]:
     """Run every mode, with weights on the device and streamed."""
     rows = []
     for streamed in (False, True):
@@ -189,14 +174,14 @@ def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[StepRow]
     return rows
 
 
-def table(rows: Sequence[StepRow]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return all rows as a text table."""
     head = (
         f"{'mode':12} {'weights':8} {'busiest lane':>13} {'schedule':>10} {'measured':>10}  ratio"
     )
     lines = [
-        f"{row.mode:12} {row.working:8} {row.busiest_ms:10.1f} ms {row.schedule_ms:7.1f} ms "
-        f"{row.measured_ms:7.1f} ms  {row.x_schedule:5.3f}"
+        f"{row['mode']:12} {row['working']:8} {row['busiest_ms']:10.1f} ms "
+        f"{row['schedule_ms']:7.1f} ms {row['measured_ms']:7.1f} ms  {row['x_schedule']:5.3f}"
         for row in rows
     ]
     return "\n".join([head, *lines])
@@ -219,24 +204,14 @@ DEMO_OPTIONS: dict[str, dict[str, Any]] = {
 Step = Callable[[Tensor, Tensor], object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentRow:
-    """One way to train the demo model.
+def run_demo(rounds: int, on_round: Callable[[str], None]) -> list[Row]:
+    """Train all cases alternately, a step each per round.
 
-    Attributes:
-        step_ms: median.
-        x_resident: median of the ratios of its step to the resident one of the same round.
-        exposed_ms: median exposed time; None: resident.
+    Returns:
+        for each way to train the demo model: its median `step_ms`; `x_resident`, the median of the
+        ratios of its step to the resident one of the same round; the median `exposed_ms`, None of
+        the resident one.
     """
-
-    case: str
-    step_ms: float
-    x_resident: float
-    exposed_ms: float | None
-
-
-def run_demo(rounds: int, on_round: Callable[[str], None]) -> list[ResidentRow]:
-    """Train all cases alternately, a step each per round."""
     device = resolve_device("auto")
     dtype = PRECISIONS[resolve_precision("auto", device)[0]]
     model = Transformer(SIZES["demo"], seed=0)
@@ -258,14 +233,14 @@ def run_demo(rounds: int, on_round: Callable[[str], None]) -> list[ResidentRow]:
         warm=DEMO_WARM_STEPS,
     )
     return [
-        ResidentRow(
-            case=name,
-            step_ms=statistics.median(times) * 1e3,
-            x_resident=ratio(times, seconds["resident"]) or 0.0,
-            exposed_ms=statistics.median(exposed[name][DEMO_WARM_STEPS:])
+        {
+            "case": name,
+            "step_ms": statistics.median(times) * 1e3,
+            "x_resident": ratio(times, seconds["resident"]) or 0.0,
+            "exposed_ms": statistics.median(exposed[name][DEMO_WARM_STEPS:])
             if name in exposed
             else None,
-        )
+        }
         for name, times in seconds.items()
     ]
 
@@ -312,10 +287,11 @@ def offloaded_step(
     return step
 
 
-def demo_table(rows: Sequence[ResidentRow]) -> str:
+def demo_table(rows: Sequence[Row]) -> str:
     """Return all rows as a text table."""
     lines = [f"{'case':26} {'ms per step':>12} {'x resident':>11} {'exposed ms':>11}"]
     for row in rows:
-        waited = "-" if row.exposed_ms is None else f"{row.exposed_ms:.1f}"
-        lines.append(f"{row.case:26} {row.step_ms:12.1f} {row.x_resident:11.2f} {waited:>11}")
+        waited = "-" if row["exposed_ms"] is None else f"{row['exposed_ms']:.1f}"
+        figures = f"{row['step_ms']:12.1f} {row['x_resident']:11.2f} {waited:>11}"
+        lines.append(f"{row['case']:26} {figures}")
     return "\n".join(lines)

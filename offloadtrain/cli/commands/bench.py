@@ -91,7 +91,7 @@ def step(
     rows, demo = bench.run(layers, steps, _say), bench.run_demo(rounds, _say)
     _show(
         as_json,
-        {"paced": list(map(asdict, rows)), "demo": list(map(asdict, demo))},
+        {"paced": rows, "demo": demo},
         f"{layers} paced blocks on threads, medians of {steps} steps\n",
         bench.table(rows),
         "\nthe demo model, medians of ratios within a round\n",
@@ -135,7 +135,7 @@ def scale(
     if gpus and counts[-1] > gpus:
         raise ConfigError(f"--ranks {ranks}: there are {gpus} GPUs, one for each rank")
     rows = scaling.run(counts, layers=layers, steps=steps, rounds=rounds, say=_say)
-    _show(as_json, {"rows": list(map(asdict, rows))}, scaling.table(rows))
+    _show(as_json, {"rows": rows}, scaling.table(rows))
 
 
 def disk(
@@ -171,7 +171,7 @@ def disk(
 
     rows = bench.run(folder, num_bytes, rounds, _say)
     title = f"medians of {rounds} rounds\n"
-    _show(as_json, {"disk": list(map(asdict, rows))}, title, bench.table(rows))
+    _show(as_json, {"disk": rows}, title, bench.table(rows))
 
 
 def report(folder: Path = Path("benchmarks/results"), /, *, all: bool = False) -> None:
@@ -198,24 +198,17 @@ def _say(text: str) -> None:
 
 def _show(as_json: bool, facts: dict[str, Any], *text: str) -> None:
     """Print the facts and the machine as one JSON object, or the text; below the progress line."""
-    print(file=sys.stderr)
-    if as_json:
-        print(json.dumps(_machine() | facts))
-    else:
-        print(*text, sep="\n")
-
-
-def _machine() -> dict[str, Any]:
     import torch
 
     from offloadtrain.hardware.telemetry import probe
     from offloadtrain.runtime import kernels
 
-    return {
-        "machine": asdict(probe()),
-        "kernels": asdict(kernels.backend()),
-        "torch": torch.__version__,
-    }
+    print(file=sys.stderr)
+    if as_json:
+        here = {"machine": asdict(probe()), "kernels": asdict(kernels.backend())}
+        print(json.dumps(here | {"torch": torch.__version__} | facts))
+    else:
+        print(*text, sep="\n")
 
 
 _NUMEL = re.compile(r"([1-9][0-9]*)([KMG]?)", re.IGNORECASE)

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+from offloadtrain.boundary.output import say_on_stderr
+from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.cli.exit_codes import ends_as_interrupted
 from offloadtrain.cli.options import Overrides
 from offloadtrain.config.errors import ConfigError, OffloadTrainError

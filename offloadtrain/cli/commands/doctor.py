@@ -18,7 +18,7 @@ from offloadtrain.cli.options import Flag, Json
 from offloadtrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offloadtrain.cli.doctor.examine import Report
+    from offloadtrain.cli.doctor.examine import Examination
 
 
 def doctor(
@@ -83,7 +83,7 @@ def _check_target(path: Path) -> None:
         ) from None
 
 
-def _save(path: Path, report: Report, quick: bool) -> None:
+def _save(path: Path, report: Examination, quick: bool) -> None:
     from offloadtrain.hardware.machine import dump
 
     if report.machine is None:
@@ -100,14 +100,11 @@ def _save(path: Path, report: Report, quick: bool) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Write atomically: the old machine file stays until the new one is durable."""
-    from offloadtrain.hardware.atomic_io import sync_folder
+    from offloadtrain.hardware.atomic_io import sync_folder, write_file
 
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(fresh, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(fresh, text.encode())
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
@@ -123,18 +120,14 @@ def version() -> None:
     print(f"offloadtrain {package_version()}")
     print(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in ("torch", "numba"):
-        print(f"{package:12} {_version_of(package)}")
+        print(f"{package:12} {package_version(package)}")
     from offloadtrain.runtime import kernels
 
     chosen = kernels.backend()
     print(f"{'kernels':12} {chosen.name} {chosen.isa}: {chosen.why}")
 
 
-def package_version() -> str:
-    return _version_of("offloadtrain")
-
-
-def _version_of(package: str) -> str:
+def package_version(package: str = "offloadtrain") -> str:
     try:
         return installed_version(package)
     except PackageNotFoundError:

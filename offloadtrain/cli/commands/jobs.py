@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from offloadtrain.boundary.output import tell
 from offloadtrain.cli.options import Flag, Json
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, InputError, OffloadTrainError
@@ -72,11 +71,6 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
         raise OffloadTrainError(f"{target} cannot be written: {error.strerror}") from error
     print(target)
     print(f"edit it, then: offloadtrain train {target}", file=sys.stderr)
-
-
-def say_on_stderr(line: str) -> None:
-    """Print on stderr how overrides changed other keys of a job."""
-    tell(line, sys.stderr)
 
 
 def find_job(job: str) -> Path:

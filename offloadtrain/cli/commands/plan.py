@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from cyclopts import Parameter
 
+from offloadtrain.boundary.output import say_on_stderr
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT
 from offloadtrain.cli.options import Flag, Json, Overrides
 from offloadtrain.config import toml
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError, broken
 from offloadtrain.config.units import format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -220,16 +221,16 @@ def _check_several(machines: Sequence[str], save: str, of_one_plan: bool) -> Non
         machines: those of --machine, with a JOB.
         save: the file of --save; "" without it.
     """
-    if save:
-        raise ConfigError(f"--save {save}: it is for one --hf or --fine-tune and one --machine")
-    if len(machines) > 1:
-        raise ConfigError(
-            f"--machine {' '.join(machines)}: several are for --hf. A JOB comes before --machine"
-        )
-    if of_one_plan:
-        raise ConfigError(
-            "--tokens, --data, --epochs, --price, --compare and --why are for one plan"
-        )
+    problems = broken(
+        (save, f"--save {save}: it is for one --hf or --fine-tune and one --machine"),
+        (
+            len(machines) > 1,
+            f"--machine {' '.join(machines)}: several are for --hf. A JOB comes before --machine",
+        ),
+        (of_one_plan, "--tokens, --data, --epochs, --price, --compare and --why are for one plan"),
+    )
+    if problems:
+        raise ConfigError(problems[0])
 
 
 def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
@@ -314,7 +315,7 @@ def _print(
 
 
 def _job(job: str, overrides: tuple[str, ...]) -> Config:
-    from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+    from offloadtrain.cli.commands.jobs import find_job
     from offloadtrain.config import job as jobs
 
     if not job:
@@ -326,7 +327,6 @@ def _job(job: str, overrides: tuple[str, ...]) -> Config:
 
 def _question(model: str, is_hf: bool, overrides: tuple[str, ...], ranks: int) -> Question:
     """`model`: a folder or a name of Hugging Face, or a number of parameters."""
-    from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.hf_model import find_folder, published_name
     from offloadtrain.plan.search import question
 
@@ -440,7 +440,6 @@ def _described(
     """
     if config.hf is None and config.offload.activations.mode != "offload_saved":
         return config, None
-    from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import of_stage, shared
     from offloadtrain.plan.placement import resolved
     from offloadtrain.plan.tracing.step import TraceError

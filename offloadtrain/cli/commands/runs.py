@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -20,23 +19,6 @@ from offloadtrain.config.sections import Packing
 
 MOST_PRINTED = 20
 """Most problems that are printed to stderr; `--json` has those of all checkpoints."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One checkpoint of a run.
-
-    Attributes:
-        state: "listed" (its files are there), "verified" (each byte was read), "damaged" or
-            "newer" (of a later version of the format).
-        ranks: those that wrote it.
-    """
-
-    name: str
-    state: str
-    num_bytes: int = 0
-    ranks: int = 0
-    problem: str = ""
 
 
 def checkpoints(
@@ -70,29 +52,34 @@ def checkpoints(
         print(f"{'checkpoint':<16}  {'state':<8}  {'size':>9}  ranks")
     for path in checkpoint.find(folder):
         row = _row(path, verify=verify)
-        damaged = damaged or row.state == "damaged"
-        line = f"{row.name:<16}  {row.state:<8}  {format_bytes(row.num_bytes):>9}  {row.ranks:>5}"
-        print(json.dumps(asdict(row)) if as_json else line, flush=True)
-        problems += bool(row.problem)
-        if row.problem and problems <= MOST_PRINTED:
-            print(row.problem, file=sys.stderr)
+        damaged = damaged or row["state"] == "damaged"
+        size, ranks = format_bytes(row["num_bytes"]), row["ranks"]
+        line = f"{row['name']:<16}  {row['state']:<8}  {size:>9}  {ranks:>5}"
+        print(json.dumps(row) if as_json else line, flush=True)
+        problems += bool(row["problem"])
+        if row["problem"] and problems <= MOST_PRINTED:
+            print(row["problem"], file=sys.stderr)
     if problems > MOST_PRINTED:
         print(f"{problems - MOST_PRINTED} more problems: --json has them all", file=sys.stderr)
     return FAILED if damaged else DONE
 
 
-def _row(path: Path, *, verify: bool) -> _Row:
+def _row(path: Path, *, verify: bool) -> dict[str, Any]:
+    """Return what is known of a checkpoint. Its `state` is "listed" (its files are there),
+    "verified" (each byte was read), "damaged" or "newer" (of a later version of the format);
+    `ranks` wrote it."""
     from offloadtrain.train.checkpoint import checkpoint
     from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 
+    sizes = {"num_bytes": 0, "ranks": 0}
+    state, problem = "verified" if verify else "listed", ""
     try:
-        opened = (checkpoint.verify if verify else checkpoint.open_checkpoint)(path)
-    except DamagedCheckpointError as damage:
-        return _Row(path.name, "damaged", problem=str(damage))
+        manifest = (checkpoint.verify if verify else checkpoint.open_checkpoint)(path).manifest
+        sizes = {"num_bytes": manifest.num_bytes, "ranks": len(manifest.sizes)}
     except CheckpointError as error:
-        return _Row(path.name, "newer", problem=str(error))
-    manifest, state = opened.manifest, "verified" if verify else "listed"
-    return _Row(path.name, state, manifest.num_bytes, len(manifest.sizes))
+        state = "damaged" if isinstance(error, DamagedCheckpointError) else "newer"
+        problem = str(error)
+    return {"name": path.name, "state": state, **sizes, "problem": problem}
 
 
 def export(
@@ -174,15 +161,13 @@ def generate(
     """
     from offloadtrain.model.language_model import Sampling
     from offloadtrain.runtime.device import resolve_device
-    from offloadtrain.train.trained_model import answered, continued, open_model
+    from offloadtrain.train.trained_model import generate as continued
+    from offloadtrain.train.trained_model import open_model
 
     trained = open_model(source, resolve_device(device))
     chosen = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if chat:
-        text = answered(trained, prompt, max_tokens, chosen)
-    else:
-        text = prompt + continued(trained, prompt, max_tokens, chosen)
-    print(text)
+    text = continued(trained, prompt, max_tokens, chosen, chat=chat)
+    print(text if chat else prompt + text)
 
 
 def evaluate(

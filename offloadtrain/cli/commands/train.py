@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
+from offloadtrain.boundary.output import say_on_stderr
+from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, HUNG, STOPPED, of_error
 from offloadtrain.cli.options import Flag, Overrides
 from offloadtrain.config import toml
@@ -17,11 +18,14 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.hardware.host_memory import require_threads_room
 from offloadtrain.runtime import launcher_link
 from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.train.signals import Guards, StoppedEarlyError, guarded, told_early
+from offloadtrain.runtime.heartbeat import HEARTBEAT, Watchdog
+from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early
 
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
-    from offloadtrain.train.distributed_run import DistributedRun
+    from offloadtrain.runtime.launcher_link import Link
+
+ALONE = RankInfo()
 
 
 def train(
@@ -104,15 +108,14 @@ def train(
         raise ConfigError("--max-restarts restarts ranks: it needs --nproc")
     text = toml.read(path)
     require_threads_room()
-    alone = rank_info.size == 1
     try:
-        with guarded(config, hung_code=HUNG, rank_info=rank_info, link=link) as guards:
-            run = run_job if alone else partial(_run_distributed, rank_info)
-            return run(config, text, guards, run_dir=run_dir, resume=resume, waiting=waiting)
+        return run_job(
+            config, text, rank_info, link, run_dir=run_dir, resume=resume, waiting=waiting
+        )
     except StoppedEarlyError as error:  # also a rank, before it knew the others
         if rank_info.rank == 0:
             print(told_early(error), file=sys.stderr)
-        return STOPPED if alone else _code_of_rank(error)
+        return STOPPED if rank_info.size == 1 else _code_of_rank(error)
 
 
 def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
@@ -152,31 +155,6 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
     return count
 
 
-def _run_distributed(
-    rank_info: RankInfo,
-    config: Config,
-    job_text: str,
-    guards: Guards,
-    *,
-    run_dir: Path | None,
-    resume: str,
-    waiting: str,
-) -> int:
-    from offloadtrain.train.distributed_run import DistributedRun
-
-    judge = None if launcher_link.is_attached() else guards.watchdog
-    with DistributedRun(rank_info, config, _code_of_rank, guards.stop, judge) as distributed:
-        return run_job(
-            config,
-            job_text,
-            guards,
-            run_dir=run_dir,
-            resume=resume,
-            distributed=distributed,
-            waiting=waiting,
-        )
-
-
 def _code_of_rank(error: BaseException) -> int:
     """torchrun takes any code other than 0 for a failure, and restarts."""
     code = of_error(error)
@@ -186,24 +164,54 @@ def _code_of_rank(error: BaseException) -> int:
 def run_job(
     config: Config,
     job_text: str,
-    guards: Guards,
+    rank_info: RankInfo = ALONE,
+    link: Link | None = None,
     *,
     run_dir: Path | None,
     resume: str,
-    distributed: DistributedRun | None = None,
     waiting: str = "",
 ) -> int:
-    """Open the run folder, train in it, report the end; return the exit code."""
+    """Open the run folder, train in it, report the end; return the exit code. Signals and hangs are
+    watched from the beginning, before torch is loaded.
+
+    Args:
+        rank_info: this process among the ranks.
+        link: to the launcher of this rank, which judges hangs and ends it after a second stop.
+
+    Raises:
+        StoppedEarlyError: a stop was requested before the first step.
+    """
     from offloadtrain.train.log.console import Console
 
-    console = Console(
-        every_s=config.train.log_every_s,
-        quiet=distributed is not None and distributed.rank_info.rank > 0,
-    )
-    with console.never_silent("loading torch"):
+    alone, is_quiet = rank_info.size == 1, rank_info.rank > 0
+    console = Console(every_s=config.train.log_every_s, quiet=is_quiet)
+    stop = StopRequests(aborts=link is None, quiet=is_quiet)
+    limit_s = config.train.hang_timeout_s
+    watchdog = Watchdog(HEARTBEAT, least_limit_s=limit_s, hung_code=HUNG, link=link, judges=alone)
+    with ExitStack() as stack:
+        stack.enter_context(stop)
+        stack.enter_context(watchdog)
+        distributed = None
+        if not alone:
+            from offloadtrain.train.distributed_run import DistributedRun
+
+            judge = watchdog if link is None else None
+            ranks = DistributedRun(rank_info, config, _code_of_rank, stop, judge)
+            distributed = stack.enter_context(ranks)
+        stack.enter_context(console.never_silent("loading torch"))
         from offloadtrain.train.run import run
 
-        status = run(config, job_text, run_dir, resume, distributed, waiting, console, guards)
+        status = run(
+            config,
+            job_text,
+            run_dir=run_dir,
+            resume=resume,
+            distributed=distributed,
+            waiting=waiting,
+            console=console,
+            stop=stop,
+            watchdog=watchdog,
+        )
     if status != "stopped":
         return DONE
-    return STOPPED if distributed is None else _code_of_rank(StoppedEarlyError())
+    return STOPPED if alone else _code_of_rank(StoppedEarlyError())

@@ -7,7 +7,7 @@ import platform
 import resource
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,25 +30,9 @@ NEEDED = {"versions", "gpu", "driver", "torch kernels"}
 """Checks that must pass for the device to compute."""
 
 
-@dataclass(slots=True)
-class Report:
-    """The result of the examination.
-
-    Attributes:
-        machine: None if torch cannot use the GPU.
-    """
-
-    checks: list[Check] = field(default_factory=list)
-    machine: Machine | None = None
-
-    @property
-    def failed(self) -> bool:
-        return any(check.status is Status.FAIL for check in self.checks)
-
-
 def examine(
     folder: Path, *, quick: bool, tell: Callable[[Check], object], say: Callable[[str], None]
-) -> Report:
+) -> Examination:
     """Check facts, then measure.
 
     Args:
@@ -56,33 +40,48 @@ def examine(
         tell: called with each check as soon as it is done.
         say: called with the name of each measurement.
     """
-    report, visit = Report(), _Visit(folder, quick, say, Nvml())
-    for check in visit.run(report):
-        report.checks.append(check)
+    examination = Examination(folder, quick, say)
+    for check in examination.run():
+        examination.checks.append(check)
         tell(check)
-    return report
+    return examination
 
 
-class _Visit:
-    """One examination of one machine."""
+class Examination:
+    """One examination of this machine.
 
-    def __init__(self, folder: Path, quick: bool, say: Callable[[str], None], nvml: Nvml) -> None:
-        self.folder, self.quick, self.say, self.nvml = folder, quick, say, nvml
-        self.samples = nvml.sample()  # before torch creates a context, which takes memory itself
-        self.probe = probe(nvml)
+    Attributes:
+        checks: those that are done.
+        machine: the measurements; None before them, or if torch cannot use the GPU.
+    """
+
+    def __init__(self, folder: Path, quick: bool, say: Callable[[str], None]) -> None:
+        self.checks: list[Check] = []
+        self.machine: Machine | None = None
+        self.folder, self.quick, self.say, self.nvml = folder, quick, say, Nvml()
+        # Before torch creates a context, which takes memory itself.
+        self.samples = self.nvml.sample()
+        self.probe = probe(self.nvml)
         self.gpus, self.reason = torch_gpus()
-        self.limit = memory_limit()
+        limits = [limit.num_bytes for limit in cgroup.memory_limits()]
+        self.limit = min(limits, default=None)
         self.host_memory = self.probe.host_memory_bytes or total_memory_bytes()
         self.has_bf16 = bool(self.gpus and self.gpus[0].bf16)
         self.drive: DriveRates | str | None = None
 
-    def run(self, report: Report) -> Iterator[Check]:
-        """Check facts and measure; `report`: has the checks so far, and gets the measurements."""
+    @property
+    def failed(self) -> bool:
+        return bool(self._failed())
+
+    def _failed(self) -> set[str]:
+        return {check.name for check in self.checks if check.status is Status.FAIL}
+
+    def run(self) -> Iterator[Check]:
+        """Check facts and measure; whoever takes a check adds it to `checks`."""
         yield from self._device()
         yield from self._host()
-        broken = {check.name for check in report.checks if check.status is Status.FAIL}
-        if not broken & NEEDED:
-            report.machine = measure(
+        if not self._failed() & NEEDED:
+            self.machine = measure(
                 torch.device("cuda", 0) if self.gpus else torch.device("cpu"),
                 bf16=self.has_bf16,
                 host_memory=self.host_memory,
@@ -91,7 +90,7 @@ class _Visit:
                 quick=self.quick,
                 say=self.say,
             )
-        yield from self._speeds(report.machine)
+        yield from self._speeds(self.machine)
 
     def _device(self) -> Iterator[Check]:
         """Check software, GPUs and their precision."""
@@ -232,9 +231,9 @@ def _first_line(message: object) -> str:
     return str(message).strip().partition("\n")[0]
 
 
-def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:
+def allowed_memories() -> list[int]:
     """Return the nodes whose memory this process may use."""
-    for line in status.read_text().splitlines():
+    for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Mems_allowed_list:"):
             return parse_cpulist(line.partition(":")[2])
     return []
@@ -243,13 +242,6 @@ def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:
 def total_memory_bytes() -> int:
     """Return the machine's memory, regardless of limits on this process."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_limit(mount: Path = cgroup.MOUNT, membership: Path = cgroup.MEMBERSHIP) -> int | None:
-    """Return the least memory limit of this process's cgroups, of either version; None: no
-    limit."""
-    limits = cgroup.memory_limits(mount, membership)
-    return min((limit.num_bytes for limit in limits), default=None)
 
 
 def can_pin(nbytes: int) -> bool:

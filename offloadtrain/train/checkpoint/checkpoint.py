@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from offloadtrain.hardware import atomic_io
 from offloadtrain.runtime.process_group import ALONE, Ranks
@@ -39,7 +39,6 @@ from offloadtrain.train.checkpoint.manifest import (
 )
 from offloadtrain.train.checkpoint.reader import Reading, read
 
-_T = TypeVar("_T")
 OnDamaged: TypeAlias = Callable[[Path, DamagedCheckpointError], None]
 """Called with each damaged checkpoint that is skipped, and its problem."""
 _STEP = r"step-(?:\d{8}|[1-9]\d{8,})"
@@ -100,16 +99,18 @@ def clean(folder: Path) -> None:
 
 def unfinished(folder: Path) -> list[Path]:
     """Return the remains of an interrupted save or prune, which the next save removes."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return [folder / name for name in sorted(names) if _UNFINISHED.fullmatch(name)]
+    return sorted(_named(folder, _UNFINISHED))
 
 
 def find(folder: Path) -> list[Path]:
     """Return the completely written checkpoints, newest first; not verified."""
-    if not os.path.isdir(folder):  # Path.is_dir raises for some names
-        return []
-    names = (name for name in os.listdir(folder) if _COMPLETE.fullmatch(name))
-    return sorted((folder / name for name in names), key=step_of, reverse=True)
+    return sorted(_named(folder, _COMPLETE), key=step_of, reverse=True)
+
+
+def _named(folder: Path, form: re.Pattern[str]) -> list[Path]:
+    # Path.is_dir raises for some names.
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [folder / name for name in names if form.fullmatch(name)]
 
 
 def step_of(path: Path) -> int:
@@ -168,13 +169,12 @@ def open_checkpoint(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
         CheckpointError: a newer version of the format.
     """
 
-    def opened() -> Checkpoint:
+    with together(ranks):
         manifest = read_manifest(path)
         if _COMPLETE.fullmatch(path.name) and manifest.step != step_of(path):
             raise DamagedCheckpointError(f"{path} holds the checkpoint of step {manifest.step}")
-        return Checkpoint(path, manifest, read_state(path, manifest))
-
-    return agreed(ranks, opened)
+        state = read_state(path, manifest)
+    return Checkpoint(path, manifest, state)
 
 
 def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
@@ -186,15 +186,9 @@ def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """
     opened = open_checkpoint(path, ranks)
     entries = opened.manifest.entries[ranks.rank :: ranks.size]
-    agreed(ranks, lambda: read(path, map(Reading.all_of, entries)))
-    return opened
-
-
-def agreed(ranks: Ranks, read: Callable[[], _T]) -> _T:
-    """Read on every rank; an error that one of them meets is raised on all."""
     with together(ranks):
-        result = read()
-    return result
+        read(path, map(Reading.all_of, entries))
+    return opened
 
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, NotFiniteError, DamagedCheckpointError)}

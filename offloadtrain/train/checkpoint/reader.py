@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -181,9 +182,9 @@ def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     reader = _WindowReader(path, file)
-    try:
-        # In the order of the file, whose first damage is the one that is told.
-        ordered = [parts for _, parts in sorted(windows.items())]
+    # In the order of the file, whose first damage is the one that is told.
+    ordered = [parts for _, parts in sorted(windows.items())]
+    with closing(file):
         tasks = [pool.submit(reader.read, parts) for parts in ordered]
         try:
             for task, parts in zip(tasks, ordered, strict=True):
@@ -195,8 +196,6 @@ def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor
             # Threads still write into the targets and read from the file.
             for task in tasks:
                 task.cancelled() or task.exception()
-    finally:
-        file.close()
 
 
 class _WindowReader:

@@ -18,7 +18,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
 from offloadtrain.step.layout.formats import FP32, StateFormat, recognise
-from offloadtrain.train.checkpoint.checkpoint import Checkpoint, agreed
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint, together
 from offloadtrain.train.checkpoint.manifest import DTYPES, CheckpointError, Entry
 from offloadtrain.train.checkpoint.reader import Reading, read
 from offloadtrain.train.checkpoint.save import OffloadedState, untrained
@@ -51,16 +51,12 @@ def restore(
     _check_same_model(source, states, shapes, optimizer, ranks)
     in_use, pieces = _pieces(source, working=True), _pieces(source)
     weights = optimizer.own_weights() if in_use else {}
-
-    def load() -> None:
+    with together(ranks), torch.no_grad():
         _load(source, pieces, states, optimizer)
         _load(source, in_use, weights, optimizer)
-        with torch.no_grad():
-            for name, tensor in extra.items():
-                (piece,) = pieces[name]
-                tensor.copy_(read_whole(source, piece[UNTRAINED]))
-
-    agreed(ranks, load)
+        for name, tensor in extra.items():
+            (piece,) = pieces[name]
+            tensor.copy_(read_whole(source, piece[UNTRAINED]))
     return bool(weights)
 
 
@@ -275,11 +271,9 @@ def _read(checkpoint: Checkpoint, name: str, piece: _Piece, rule: AnyRule, worki
     if piece.keys() == {UNTRAINED}:
         return _values(checkpoint, piece[UNTRAINED])
     source, piece_rule = _format(name, piece, rule)
-    if source is FP32 or (working and source.holds_weight):
+    if working and source.holds_weight:
         return _values(checkpoint, piece[source.master[0].name])
-    encoded = [_values(checkpoint, piece[f.name]) for f in source.fields(piece_rule.moments)]
-    weights = torch.empty(encoded[0].numel(), dtype=torch.float32)
-    kernels.read_master(source, piece_rule.moments, tuple(encoded), weights)
+    (weights,) = _decoded(checkpoint, piece, source, piece_rule, ["master"])
     return weights
 
 

@@ -35,6 +35,7 @@ from offloadtrain.hardware.direct_io import (
     aligned_buffer,
     windows,
 )
+from offloadtrain.hardware.file_system import free_bytes
 from offloadtrain.runtime.process_group import ALONE, Extent, Ranks
 from offloadtrain.runtime.thread_pools import shared_pool
 from offloadtrain.step.program.operations import Written
@@ -234,11 +235,10 @@ def require_space(
     """
     needed = int(int(ranks.all_gather_host([num_bytes]).sum()) * 1.05) + (1 << 20)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk = os.statvfs(there)
     # Allocated bytes: a file that was made for a checkpoint may be larger than its blocks.
     folders = (path for path in unfinished if path.is_dir() and not path.is_symlink())
     removable = sum(512 * file.lstat().st_blocks for path in folders for file in path.iterdir())
-    free = disk.f_bavail * disk.f_frsize + removable
+    free = free_bytes(there) + removable
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "

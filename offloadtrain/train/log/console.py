@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -25,43 +24,38 @@ from offloadtrain.config.units import format_bytes, format_clock, format_duratio
 from offloadtrain.events import log_lines, schema
 from offloadtrain.events.commands import resume_command, train_command
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.train.progress import Progress
 
 SILENCE_S = 8.0
 """Silence after which the current activity is printed."""
 _LOOK_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
-    """A step as the console shows it.
+def format_step(
+    step: schema.Step,
+    *,
+    steps: int,
+    device_bytes: int,
+    host_bytes: int,
+    eta_s: float,
+    now_s: float,
+    val_loss: float | None = None,
+) -> str:
+    """Format a step as one line, the most important first, so that truncation loses least; what is
+    not known is omitted.
 
-    Attributes:
-        record: the step's record in the log.
+    Args:
         steps: of the whole run.
         device_bytes, host_bytes: of the engine, now; of a run on a CPU all are the host's.
         eta_s: time left, evaluations and checkpoints included; NaN if unknown.
         now_s: Unix seconds.
         val_loss: of the last evaluation.
     """
-
-    record: schema.Step
-    steps: int
-    device_bytes: int
-    host_bytes: int
-    eta_s: float
-    now_s: float
-    val_loss: float | None = None
-
-
-def format_step(line: StepLine) -> str:
-    """Format one line, the most important first, so that truncation loses least; what is not known
-    is omitted."""
-    step = line.record
     parts = [
-        f"step {step.step}/{line.steps} {100 * step.step // max(line.steps, 1)}%",
-        f"eta {format_duration(line.eta_s)} ({format_clock(line.now_s + line.eta_s, line.now_s)})",
+        f"step {step.step}/{steps} {100 * step.step // max(steps, 1)}%",
+        f"eta {format_duration(eta_s)} ({format_clock(now_s + eta_s, now_s)})",
         f"loss {step.loss:.4f}",
-        None if line.val_loss is None else f"val {line.val_loss:.4f}",
+        None if val_loss is None else f"val {val_loss:.4f}",
         "SKIPPED" if step.skipped else None,
         None if step.grad_norm is None else f"grad {step.grad_norm:.3g}",
         f"lr {step.lr:.2e}",
@@ -69,8 +63,8 @@ def format_step(line: StepLine) -> str:
         None if step.mfu is None else f"mfu {100 * step.mfu:.1f}%",
         f"waits {step.exposed_ms:.1f}ms",
         None if step.loss_scale is None else f"scale {step.loss_scale:g}",
-        f"dev {format_bytes(line.device_bytes)}" if line.device_bytes else None,
-        f"host {format_bytes(line.host_bytes)}",
+        f"dev {format_bytes(device_bytes)}" if device_bytes else None,
+        f"host {format_bytes(host_bytes)}",
     ]
     return "  ".join(part for part in parts if part is not None)
 
@@ -156,17 +150,16 @@ class Console:
         self._write(f"\r\x1b[2K{text[:width]}")
         self._open = True
 
-    def step(self, line: StepLine, *, force: bool = False) -> None:
-        """Print a step if it is due, or if forced (the first and the last)."""
+    def step(self, line: Callable[[], str], *, force: bool = False) -> None:
+        """Print the line of a step if it is due, or if forced (the first and the last)."""
         now = self._clock()
         if not force and now - self._shown_s < self._interval_s:
             return
         self._shown_s = now
-        text = format_step(line)
         if self._live:
-            self._show(text)
+            self._show(line())
         else:
-            self._write(f"{text}\n")
+            self._write(f"{line()}\n")
 
     def say(self, text: str) -> None:
         """Print a message on its own lines, with visible control characters."""
@@ -194,32 +187,37 @@ _RAMP = "▁▂▃▄▅▆▇█"
 
 
 def run_summary(
-    run: Path,
-    log: Path,
-    config: Config,
-    seconds: float,
-    step: int,
-    *,
-    stopped: bool,
-    nproc: int = 1,
+    run: Path, log: Path, config: Config, progress: Progress, status: str, nproc: int = 1
 ) -> str:
-    """Return the text printed at the end of a run.
+    """Return the text printed at the end of a run: the folder and next commands, as lines to copy.
 
     Args:
         log: the log of rank 0.
-        seconds: duration over all its starts.
+        progress: over all its starts.
+        status: "done" or "stopped".
         nproc: ranks that the next commands start.
     """
-    took = f"\n{step} steps in {format_duration(seconds)}"
+    took = f"\n{progress.step} steps in {format_duration(progress.seconds)}"
     if not log.exists():
         missing = log if run.is_dir() else run
         return (
             f"{took}\n{missing} was removed or renamed during the run: its log is lost; later "
             f"checkpoints are in {run / 'checkpoints'}"
         )
-    curve = "" if stopped else f"\n{summary(log)}\n"
-    longer = 2 * config.train.steps if step >= config.train.steps else 0
-    return f"{curve}{took}\n{next_commands(run, config, longer, stopped=stopped, nproc=nproc)}"
+    if status == "stopped":
+        return f"{took}\nrun folder: {run}\nresume: {resume_command(run, nproc)}"
+    # To train longer: 0 where the job's last step has not been reached.
+    longer = 2 * config.train.steps if progress.step >= config.train.steps else 0
+    halved = f"{train_command(run, nproc)} --set optim.lr={config.optim.lr / 2:g}"
+    lines = [
+        (f"offloadtrain tui {shlex.quote(str(run))}", "inspect any step"),
+        (resume_command(run, nproc, longer), "train longer"),
+        (halved, "the same job, half the learning rate"),
+        ("offloadtrain ls", "other jobs"),
+        ("offloadtrain cp gpt2_124m", "copy one to edit"),
+    ]
+    commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
+    return f"\n{summary(log)}\n{took}\nrun folder: {run}\nnext:\n{commands}"
 
 
 def summary(log: Path) -> str:
@@ -252,23 +250,6 @@ def summary(log: Path) -> str:
         indented = "\n".join(f"  {line}" for line in lines)
         parts.append(f"sample\n{indented}")
     return "\n\n".join(parts)
-
-
-def next_commands(run: Path, config: Config, longer: int, *, stopped: bool, nproc: int = 1) -> str:
-    """Return the run folder and next commands, as lines to copy. `longer`: the step to train to
-    next; 0: the job's last one has not been reached."""
-    if stopped:
-        return f"run folder: {run}\nresume: {resume_command(run, nproc)}"
-    halved = f"{train_command(run, nproc)} --set optim.lr={config.optim.lr / 2:g}"
-    lines = [
-        (f"offloadtrain tui {shlex.quote(str(run))}", "inspect any step"),
-        (resume_command(run, nproc, longer), "train longer"),
-        (halved, "the same job, half the learning rate"),
-        ("offloadtrain ls", "other jobs"),
-        ("offloadtrain cp gpt2_124m", "copy one to edit"),
-    ]
-    commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
-    return f"run folder: {run}\nnext:\n{commands}"
 
 
 def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:

@@ -13,7 +13,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +30,6 @@ from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
 from offloadtrain.events.control import Request
 from offloadtrain.events.schema import MemoryRow, PlanRow
-from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware import cgroup
@@ -51,7 +51,7 @@ from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.log.command_hooks import CommandHooks
-from offloadtrain.train.log.console import Console, StepLine
+from offloadtrain.train.log.console import Console, format_step
 from offloadtrain.train.log.loggers import Loggers, Source
 from offloadtrain.train.log.run_memory import RunMemory, gpu_uuid
 from offloadtrain.train.progress import Progress, StepClock, StepStats
@@ -61,41 +61,47 @@ from offloadtrain.train.signals import StoppedEarlyError
 _RECENT_STEPS = 50
 
 
-@dataclass(slots=True)
 class _RunStart:
     """A run that begins or goes on.
 
     Attributes:
-        config: the job of all ranks.
-        step: optimizer steps done before.
-        waiting: the wait policy of torch's threads, if not OpenMP's default.
+        hindsight: compares its plan with its steps.
         calibrated_gbps: measured bandwidth of the bus by direction; empty on the CPU.
         peak_flops: of the devices of all ranks, per second, if known.
     """
 
-    run: RunFolder
-    config: Config
-    context: TrainingContext
-    machine: SystemInfo
-    step: int
-    waiting: str
-    device_name: str = "CPU"
-    calibrated_gbps: dict[str, float] = field(default_factory=dict)
-    peak_flops: float | None = None
+    def __init__(
+        self,
+        run: RunFolder,
+        config: Config,
+        context: TrainingContext,
+        machine: SystemInfo,
+        step: int,
+        waiting: str,
+    ) -> None:
+        """Look at the device, and measure its bus.
 
-    def __post_init__(self) -> None:
-        """Look at the device, and measure its bus."""
-        device = self.context.optimizer.device
+        Args:
+            config: the job of all ranks.
+            step: optimizer steps done before.
+            waiting: the wait policy of torch's threads, if not OpenMP's default.
+        """
+        self._run, self._config, self.context, self._machine = run, config, context, machine
+        self._step, self._waiting = step, waiting
+        measured_rates = config.device.machine.endswith(".toml")
+        self.hindsight = Hindsight(context.plan, measured_rates=measured_rates)
+        self._device_name, device = machine.cpu, context.optimizer.device
+        self.calibrated_gbps: dict[str, float] = {}
         if device.type == "cuda":
             measured = bandwidth(device)
             self.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
-            self.device_name = torch.cuda.get_device_name(device)
-        flops = peak_flops(self.device_name, self.context.precision)
-        self.peak_flops = flops and flops * self.context.ranks.size
+            self._device_name = torch.cuda.get_device_name(device)
+        flops = peak_flops(self._device_name, context.precision)
+        self.peak_flops = flops and flops * context.ranks.size
 
     def record(self) -> schema.RunStarted:
         """Return the first record of this start: the job, the device and the planned bytes."""
-        config, context, device = self.config, self.context, self.context.optimizer.device
+        config, context, device = self._config, self.context, self.context.optimizer.device
         ranks = context.ranks.world_size
         plan: dict[str, Any] = {
             "device": str(device),
@@ -114,18 +120,18 @@ class _RunStart:
         plan |= {
             "update_rule": type(update_rule(config.optim)).__name__,
             "threads": torch.get_num_threads(),
-            "waiting": self.waiting or "as OpenMP does",
+            "waiting": self._waiting or "as OpenMP does",
         }
         return schema.RunStarted(
-            run_id=self.run.run_id,
+            run_id=self._run.run_id,
             name=config.name,
             num_params=config.num_params,
             pid=os.getpid(),
             config=as_tables(with_decisions_of(config, context.plan.job)),
             plan=plan,
             backend=asdict(kernels.backend()),
-            machine=asdict(self.machine),
-            start_step=self.step,
+            machine=asdict(self._machine),
+            start_step=self._step,
             world_size=ranks,
             nproc=ranks if context.plan.machine.gpus == ranks else 1,
             peak_flops=self.peak_flops,
@@ -133,21 +139,20 @@ class _RunStart:
 
     def introduction(self) -> str:
         """Return the lines that a run begins with."""
-        config, context, backend = self.config, self.context, kernels.backend()
-        threads = f"{torch.get_num_threads()} threads{f' {self.waiting}' if self.waiting else ''}"
+        config, context, backend = self._config, self.context, kernels.backend()
+        threads = f"{torch.get_num_threads()} threads {self._waiting}".rstrip()
+        why = f" ({context.why})" if context.why else ""
         is_auto = config.offload.update == "auto"
         mode = f"; update = auto: {context.plan.job.offload.update} as planned" if is_auto else ""
-        where = self.machine.cpu if self.device_name == "CPU" else self.device_name
         return (
             f"{config.name}: {format_count(config.num_params)} parameters, "
             f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
-            f"compute: {where}, {context.precision}{f' ({context.why})' if context.why else ''}, "
-            f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads"
-            f"{mode}\n"
+            f"compute: {self._device_name}, {context.precision}{why}, {threads}; updates: "
+            f"{backend.name} {backend.isa}, {backend.threads} threads{mode}\n"
             f"data: {format_count(len(context.train_tokens))} tokens to train on"
             + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
-            + f"\n{run_cost(context.plan, done=self.step).text}\nrun: {self.run.path}"
-            + (f"; resuming after step {self.step}" if self.step else "")
+            + f"\n{run_cost(context.plan, done=self._step).text}\nrun: {self._run.path}"
+            + (f"; resuming after step {self._step}" if self._step else "")
         )
 
     def warnings(self) -> Iterator[tuple[str, str]]:
@@ -157,7 +162,7 @@ class _RunStart:
             yield (
                 "documents-cut",
                 f"{format_count(documents)} documents are longer than data.seq_len = "
-                f"{self.config.data.seq_len} and lose their ends, {format_count(tokens)} of "
+                f"{self._config.data.seq_len} and lose their ends, {format_count(tokens)} of "
                 f"{format_count(len(self.context.train_tokens))} tokens: raise data.seq_len, or "
                 'set data.packing = "isolated"',
             )
@@ -386,23 +391,6 @@ class _Timelines:
         return sampled
 
 
-@dataclass(frozen=True, slots=True)
-class _Training:
-    """What is logged of a run once it trains.
-
-    Attributes:
-        peak_flops: of the devices of all ranks, per second, if known.
-        scaling: the loss is scaled.
-        on_cpu: the memory of the device is the host's.
-    """
-
-    memory: RunMemory
-    hindsight: Hindsight
-    peak_flops: float | None
-    scaling: bool
-    on_cpu: bool
-
-
 class RunLog:
     """Turns a run's progress into events and console lines. Leaving the context closes it."""
 
@@ -416,35 +404,25 @@ class RunLog:
         run_commands: bool = False,
     ) -> None:
         """`rank`: owner of the log. Rank 0 evaluates alerts on steps, each rank those on its
-        machine. `run_commands`: run those that the job names for alerts and the end."""
+        machine. `run_commands`: rank 0 runs those that the job names for alerts and the end."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._start_clock = _StartClock()
-        self._writer = EventWriter(
-            None,
-            rank,
-            on_error=lambda error: console.say(
-                f"warning: the event log cannot be written ({error.strerror}): training "
-                "continues, and writes are retried until the run ends"
-            ),
-            on_recovery=lambda lost: console.say(
-                f"the event log is being written again; {lost} records were lost"
-            ),
-            on_removed=lambda message: console.say(f"warning: {message}"),
-        )
+        self._writer = EventWriter(rank, say=console.say)
         self._loggers = Loggers(lambda message: self.warn("logger-failed", message))
         self._alerts = Alerts(self._alert, time.monotonic, config.train.spike_score)
         self._hooks = (
             CommandHooks(config, run.path, lambda message: self.warn("command-failed", message))
-            if run_commands
+            if run_commands and rank == 0
             else None
         )
         self._sampler = Sampler(self._sampled)
-        self._memory_thread = StandbyThread("memory-sampler")
+        self._memory = RunMemory(self._writer.emit)
         self._progress = Progress()
         self._pace = Pace(config.train)
         self._timelines = _Timelines()
-        self._training: _Training | None = None
+        self._start: _RunStart | None = None
+        """None until it trains."""
 
     def __enter__(self) -> RunLog:
         return self
@@ -489,20 +467,9 @@ class RunLog:
             self._loggers.open(self._run.path, config, progress.step)
         self._writer.emit(start.record())
         self._writer.emit(self._start_clock.set_up())
-        memory = RunMemory(
-            optimizer,
-            self._writer.emit,
-            nvml=self._sampler.nvml,
-            warn=self.warn,
-            thread=self._memory_thread,
-        )
+        self._memory.begin(optimizer, nvml=self._sampler.nvml, warn=self.warn)
         self._console.say(start.introduction())
-        measured_rates = config.device.machine.endswith(".toml")
-        hindsight = Hindsight(context.plan, measured_rates=measured_rates)
-        scaling = optimizer.working_dtype is torch.float16
-        self._training = _Training(
-            memory, hindsight, start.peak_flops, scaling, on_cpu=optimizer.device.type == "cpu"
-        )
+        self._start = start
         for code, message in start.warnings():
             self.warn(code, message)
         if optimizer.device.type == "cuda" and config.offload.memory.pin and not optimizer.pinned:
@@ -516,9 +483,9 @@ class RunLog:
         """Log the last record of this start."""
         if status != "failed":  # the lanes of a failed run may never end
             self._log_timeline()
-        if self._training is not None:
-            rows = self._training.hindsight.rows(self.memory_rows())
-            compared, apart = self._training.hindsight.compare(rows)
+        if self._start is not None:
+            rows = self._start.hindsight.rows(self.memory_rows())
+            compared, apart = self._start.hindsight.compare(rows)
             self._writer.emit(schema.PlanCompared(rows=rows, message=compared))
             self._console.say(compared)
             if apart:
@@ -533,9 +500,7 @@ class RunLog:
 
     def _close_samplers(self) -> None:
         self._sampler.close()
-        self._memory_thread.begin(lambda: None)  # unless it samples
-        if self._training is not None:
-            self._training.memory.close()
+        self._memory.sampler.close()
 
     def _emit_end(self, status: str, message: str) -> None:
         end = schema.RunEnded(
@@ -565,8 +530,7 @@ class RunLog:
         why = " (Numba compiles the CPU kernels)" if compiles else ""
         self.doing(f"step {self._progress.step + 1}{why}")
         follow = self._timelines.before_step(self._progress.step, optimizer)
-        if self._training is not None:
-            self._training.memory.step_begins(self._progress.step + 1, follow=follow)
+        self._memory.sampler.step_begins(self._progress.step + 1, follow=follow)
 
     def step(
         self,
@@ -579,10 +543,10 @@ class RunLog:
         lr: float,
     ) -> None:
         """Log an attempted step; `number` counts from 1, and a skipped step repeats it."""
-        training, config = self._training, self._config
-        assert training is not None
+        start, config = self._start, self._config
+        assert start is not None
         tokens_per_s = 1e3 * config.batch_tokens / clock.total_ms
-        flops, peak = flops_per_token(config.model, config.data.seq_len), training.peak_flops
+        flops, peak = flops_per_token(config.model, config.data.seq_len), start.peak_flops
         step = step_record(
             number,
             progress,
@@ -592,9 +556,9 @@ class RunLog:
             lr=lr,
             rank=self._rank,
             batch_tokens=config.batch_tokens,
-            scaling=training.scaling,
+            scaling=start.context.precision == "fp16",
             mfu=None if peak is None else tokens_per_s * flops / peak,
-            peaks=training.memory.end_step(report),
+            peaks=self._memory.end_step(report),
         )
         self._tell(step)
         self._keep_run()
@@ -603,18 +567,17 @@ class RunLog:
         self._log_timeline()
         if report.sampled is not None:
             self._timelines.unlogged = number, report.sampled
-        if rows := training.memory.news():
+        if rows := self._memory.news():
             self._tell(schema.Memory(step=number, rows=rows))
         self._pace.end_step(clock.total_ms / 1e3)
-        training.hindsight.step(report, clock.total_ms)
-        tier_bytes = {tier.value: 0 for tier in Tier}
-        for row in training.memory.read:
-            tier_bytes["host" if training.on_cpu else row.tier] += row.num_bytes
-        line = StepLine(
-            record=step,
+        start.hindsight.step(report, clock.total_ms)
+        device_bytes, host_bytes = self._memory.engine_bytes()
+        line = partial(
+            format_step,
+            step,
             steps=config.train.steps,
-            device_bytes=tier_bytes["device"],
-            host_bytes=tier_bytes["host"],
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
             eta_s=self._pace.seconds_left(step.step),
             now_s=time.time(),
             val_loss=self._progress.val_loss,
@@ -639,8 +602,7 @@ class RunLog:
 
     def memory_rows(self) -> tuple[schema.MemoryRow, ...]:
         """Return the owners' bytes now."""
-        assert self._training is not None
-        return self._training.memory.rows()
+        return self._memory.rows()
 
     def _tell(self, event: Source) -> None:
         """Log an event whose scalars other tools get too."""
@@ -686,9 +648,9 @@ class RunLog:
         self._writer.emit(schema.Checkpoint(step=step, path=str(path), state="failed"))
         self.warn("checkpoint-failed", f"training continues without a checkpoint: {error}", step)
 
-    def control(self, request: Request, state: str, step: int, message: str = "") -> None:
+    def control(self, request: Request, state: str, step: int) -> None:
         """Log the state of a request; `state` as in `schema.Control`."""
-        text = message or request.refused or request.message
+        text = request.refused or request.message
         self._writer.emit(
             schema.Control(
                 id=request.id, action=request.action, state=state, message=text, step=step

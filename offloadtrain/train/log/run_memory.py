@@ -16,7 +16,6 @@ import torch
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
-from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
@@ -113,29 +112,24 @@ class RunMemory:
     """Reads the engine's Ledger and torch's allocator, and runs the memory sampler.
 
     Attributes:
-        read: the rows read last.
+        sampler: samples from `begin` to its `close`.
     """
 
-    def __init__(
-        self,
-        optimizer: AnyOptimizer,
-        emit: Callable[[schema.Event], None],
-        *,
-        nvml: Nvml,
-        warn: Callable[[str, str], None],
-        thread: StandbyThread | None = None,
-    ) -> None:
-        """Begin to sample.
+    _optimizer: AnyOptimizer
 
-        Args:
-            emit: gets records, also on the sampler's thread.
-            thread: what it samples on; default: a new one.
-        """
-        self.read: Rows = ()
-        self._optimizer, self._emit = optimizer, emit
+    def __init__(self, emit: Callable[[schema.Event], None]) -> None:
+        """`emit`: gets records, also on the sampler's thread."""
+        self._emit, self.sampler = emit, MemorySampler(emit)
+        self._read: Rows = ()
         self._logged: dict[tuple[str, str, str], int] = {}
         self._read_s = -math.inf
         self._allocator: AllocatorCounters | None = None
+
+    def begin(
+        self, optimizer: AnyOptimizer, *, nvml: Nvml, warn: Callable[[str, str], None]
+    ) -> None:
+        """Begin to sample."""
+        self._optimizer = optimizer
         if optimizer.device.type == "cuda":
             free = partial(nvml.memory_free, gpu_uuid(optimizer.device))
             self._allocator = AllocatorCounters(optimizer.device, free)
@@ -146,21 +140,15 @@ class RunMemory:
             if unaccounted is not None and (message := unaccounted.look()):
                 warn("host-memory", message)
 
-        self._sampler = MemorySampler(
-            emit,
+        self.sampler.begin(
             each_second=compare,
             read_device=self._allocator.read if self._allocator else None,
             pinned=lambda: optimizer.ledger.total(Tier.HOST) if optimizer.pinned else 0,
-            thread=thread,
         )
-
-    def step_begins(self, step: int, *, follow: bool) -> None:
-        """Tell what step is in progress; `follow`: its lanes are sampled, and so is its memory."""
-        self._sampler.step_begins(step, follow=follow)
 
     def end_step(self, report: StepReport) -> tuple[int, int]:
         """Return the step's peaks on device and host in bytes; log its curve if it was sampled."""
-        on_host, curve = self._sampler.end_step()
+        on_host, curve = self.sampler.end_step()
         if curve is not None and report.sampled:
             self._emit(curve)
         return (self._allocator.end_step() if self._allocator else 0), on_host
@@ -189,10 +177,10 @@ class RunMemory:
         """Read the rows once a second; empty unless one has changed by half a percent."""
         if time.monotonic() - self._read_s <= _EVERY_S:
             return ()
-        self.read, self._read_s = self.rows(), time.monotonic()
+        self._read, self._read_s = self.rows(), time.monotonic()
         now = {
             (row.owner, row.tier, what): size
-            for row in self.read
+            for row in self._read
             for what, size in (("now", row.num_bytes), ("peak", row.peak_bytes))
         }
         same = now.keys() == self._logged.keys() and all(
@@ -201,11 +189,14 @@ class RunMemory:
         if same:
             return ()
         self._logged = now
-        return self.read
+        return self._read
 
-    def close(self) -> None:
-        """End the sampler with a last record. Idempotent."""
-        self._sampler.close()
+    def engine_bytes(self) -> tuple[int, int]:
+        """Return the bytes on the device and on the host, as read last; on the CPU all are the
+        host's."""
+        device = sum(row.num_bytes for row in self._read if row.tier == Tier.DEVICE)
+        host = sum(row.num_bytes for row in self._read if row.tier == Tier.HOST)
+        return (device, host) if self._optimizer.device.type != "cpu" else (0, device + host)
 
 
 def gpu_uuid(device: torch.device) -> str:

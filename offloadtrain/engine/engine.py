@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
-from offloadtrain.engine.autograd.hooks import Removable
+from offloadtrain.engine.autograd.hooks import Removable, outside_transforms
 from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.bucket import Slot
@@ -312,6 +312,7 @@ class Engine:
                 self._interpreter.run_update(self.program.graph_freed, name)
 
     @engine_code
+    @outside_transforms
     def read_without_a_call(self, block: Block, slot: Slot, *, in_graph: bool) -> Tensor | None:
         """Let compute read a parameter outside of its module's forward.
 
@@ -322,7 +323,9 @@ class Engine:
             A copy of a streamed block's weights; None: the parameter's own memory can be read.
         """
         in_forward = self.forward_hooks.is_running
-        with self._interpreter.lock, torch.no_grad(), past_the_class():
+        # Not in inference mode: what is copied in an evaluation counts writes, too.
+        normal = torch.inference_mode(False)
+        with self._interpreter.lock, normal, torch.no_grad(), past_the_class():
             return block.source.read(block, slot, in_graph=in_graph, in_forward=in_forward)
 
     def scaled(self, loss: torch.Tensor, *, divide: bool = True) -> torch.Tensor:

@@ -305,7 +305,13 @@ class Functions:
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return those of every group, as they are now."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
+        return [self._values_of(number) for number in range(len(self.groups))]
+
+    def _values_of(self, group: int) -> dict[str, Any]:
+        """Copy the hyperparameters of a group. Its update runs on a lane later, while a scheduler
+        may change them: it writes into a learning rate that is a tensor."""
+        values = {name: value for name, value in self.groups[group].items() if name != "params"}
+        return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
 
     @contextmanager
     def average(self, update: Callable[..., None]) -> Iterator[None]:
@@ -419,8 +425,7 @@ class Functions:
     def _adam(self, op: Launch) -> Function:
         bucket, update = self._buckets[op.owner], op.update
         assert update is not None
-        # A copy: Adam runs on the host lane later, while a scheduler may change the group.
-        group = dict(self.groups[bucket.group])
+        group = self._values_of(bucket.group)
         rule, seed = self.rules[bucket.group], self.seed
         if isinstance(rule, MatrixRule):
             return self._apply(bucket, rule, group)
@@ -458,7 +463,7 @@ class Functions:
 
     def _direction(self, op: Launch) -> Function:
         bucket, update, seed = self._buckets[op.owner], op.update, self.seed
-        rule, group = self.rules[bucket.group], dict(self.groups[bucket.group])
+        rule, group = self.rules[bucket.group], self._values_of(bucket.group)
         assert update is not None and isinstance(rule, MatrixRule)
 
         def direction(grad: Tensor, target: Tensor, *state: Tensor) -> None:
@@ -479,7 +484,7 @@ class Functions:
 
     def _orthogonalize(self, op: Launch) -> Function:
         bucket = self._buckets[op.owner]
-        rule, group = self.rules[bucket.group], dict(self.groups[bucket.group])
+        rule, group = self.rules[bucket.group], self._values_of(bucket.group)
         slot = next(slot for slot in bucket.slots if slot.offset == bucket.lo + op.lo)
         assert isinstance(rule, MatrixRule)
 

@@ -190,11 +190,12 @@ class UnreadyParameter(OffloadedParameter):
         with past_the_class():
             if func in _LAYOUT and (observer := _observer_of(args[0])) is not None:
                 return func(observer.layout_of(args[0]), *args[1:], **kwargs)
-            of_autograd = (getattr(func, "__module__", "") or "").startswith("torch.autograd")
-            if of_autograd or func in WITHOUT_VALUES:
+            module = getattr(func, "__module__", "") or ""
+            if module.startswith("torch.autograd") or func in WITHOUT_VALUES:
                 return func(*args, **kwargs)
             copies: _Copies = {}
-            read = partial(_readable, copies, has_gradient=func not in _DETACHED)
+            is_detached = func in _DETACHED or module == nn.init.__name__
+            read = partial(_readable, copies, has_gradient=not is_detached)
             as_itself = func in _VIEWS_AS and len(args) == 2 and args[0] is args[1]
             args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
             # A copy in a graph: a view of it would be one node farther from the parameter's.
@@ -262,9 +263,15 @@ class WeightsCopy(Tensor):
 class _ThroughCopy(torch.autograd.Function):
     """A copy of a parameter's weights, whose gradient is the parameter's."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, param: Tensor, weights: Tensor) -> Tensor:
+    def forward(param: Tensor, weights: Tensor) -> Tensor:
         return weights.view_as(weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is kept; without this method `torch.func` takes no such function."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -329,6 +336,9 @@ def _as_view(result: Any, copies: list[tuple[Tensor, _Source | None]]) -> Any:
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors are views of one storage."""
     if not tensor.layout is other.layout is torch.strided:
+        return False
+    # In a transform of torch.func, which shows no memory.
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
@@ -412,6 +422,7 @@ def _without_values() -> set[Any]:
 
 
 _DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+"""Functions without a gradient, as are those of `nn.init`, which write."""
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
 """Questions that the memory of absent weights, one NaN, would answer wrongly."""
 _VIEWS_AS = {Tensor.view_as, Tensor.expand_as}

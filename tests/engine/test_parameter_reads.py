@@ -193,6 +193,21 @@ def offloaded(**options: Any) -> tuple[Any, ot.OffloadOptimizer]:
     return model, optimizer
 
 
+def test_an_evaluation_in_inference_mode_reads_them() -> None:
+    """Copies of streamed weights that it makes count writes, and serve training after it."""
+    torch.manual_seed(0)
+    model: Any = Model()
+    x = torch.randn(5, 8)
+    optimizer = ot.offload(model, device="cpu", precision="fp32", **PLACEMENTS["streamed"])
+    for _ in range(2):
+        optimizer.backward(by_layers(model, x))
+        optimizer.step()
+        with torch.inference_mode():
+            evaluated = by_layers(model, x).item()
+        assert by_layers(model, x).item() == evaluated
+    optimizer.close()
+
+
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
 def test_questions_without_values_wait_for_nothing(
     placement: str, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,14 @@ def writes_in_place(model: Any, optimizer: Any, step: int) -> None:
     model.layers[0].outer.weight.detach().copy_(torch.ones(8, 16))
 
 
+def initializes_anew(model: Any, optimizer: Any, step: int) -> None:
+    """By functions that switch gradients off themselves."""
+    torch.manual_seed(step)
+    model.layers[1].inner.reset_parameters()
+    nn.init.constant_(model.layers[2].outer.bias, 0.1)
+    nn.init.normal_(model.head.weight)
+
+
 def writes_views_of_data(model: Any, optimizer: Any, step: int) -> None:
     weight = model.layers[1].inner.weight.data
     weight[0].zero_()
@@ -138,6 +146,7 @@ def moves_to_where_it_is(model: Any, optimizer: Any, step: int) -> None:
 AFTER: list[After] = [
     clamps_data,
     writes_in_place,
+    initializes_anew,
     writes_views_of_data,
     writes_once,
     swaps_for_an_evaluation,

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.func import functional_call
+from torch.func import functional_call, grad, jvp
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,9 +21,10 @@ from torch.utils.checkpoint import (
 )
 
 import offloadtrain as ot
+from offloadtrain.engine import ModelError
 from offloadtrain.runtime.lanes import on_lanes
 from tests import levels
-from tests.engine.test_parameter_reads import trained
+from tests.engine.test_parameter_reads import Model, trained
 from tests.seeded_lanes import SeededLanes
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -96,6 +98,15 @@ def scales_gradients(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+def differentiates_forwards(model: Any, x: Tensor) -> Tensor:
+    """By transforms of torch.func around the model, and around a read of weights."""
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    along = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    slope = jvp(partial(functional_call, model, args=(x,)), (weights,), (along,))[1]
+    read = grad(lambda y: F.linear(y, model.layers[1].inner.weight).square().sum())(x)
+    return model(x + 0.01 * slope.sum() + 0.01 * read.sum()).square().mean()  # type: ignore[no-any-return]
+
+
 SITUATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "hooks that keep": partial(packs_inside, keeps),
     "hooks that detach": partial(packs_inside, detaches),
@@ -109,9 +120,11 @@ SITUATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "fast weights": trains_fast_weights,
     "gradient hooks": scales_gradients,
+    "transforms": differentiates_forwards,
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's, in jvp
 @pytest.mark.parametrize(
     ("situation", "placement", "late"),
     levels.array([*SITUATIONS], [*PLACEMENTS], [False, True], quick=2),
@@ -121,6 +134,23 @@ def test_as_in_a_plain_loop(situation: str, placement: str, late: bool) -> None:
     with on_lanes(SeededLanes(0, late=late)):
         ours = trained(loss_of, PLACEMENTS[placement], reads=False)
     torch.testing.assert_close(ours, trained(loss_of, None, reads=False), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_gradient_by_torch_func_is_refused_before_anything_moves(placement: str) -> None:
+    model = Model()
+    optimizer = ot.offload(model, device="cpu", precision="fp32", **PLACEMENTS[placement])
+    x, weights = torch.ones(2, 8), dict(model.named_parameters())
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, values, (x,)).square().mean()
+
+    with pytest.raises(ModelError, match=r"torch\.autograd\.grad\(…, create_graph=True\)"):
+        grad(loss)(weights)
+    optimizer.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.close()
+    assert all(param.isfinite().all() for param in model.parameters())
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

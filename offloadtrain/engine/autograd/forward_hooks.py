@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.config.errors import ModelError
 from offloadtrain.engine.autograd.compiled import CompiledForward
-from offloadtrain.engine.autograd.hooks import has_ended, watch
+from offloadtrain.engine.autograd.hooks import has_ended, outside_transforms, watch
 from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensors import (
@@ -40,19 +40,25 @@ from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.checks import has_compiled
 from offloadtrain.runtime.lanes import Lanes, Span
 
+_hooks_are_disabled: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+)
+"""Returns torch's message if saved-tensor hooks cannot be pushed on this thread."""
+
 _DTYPES = (
     "offloadtrain: weights are in 16 bits here, buffers are not, and only inputs of torch's own "
     "modules are cast. "
     'Keep those of this part in fp32, offload(keep_fp32=["name.*"]), compute it inside '
     'torch.autocast, or set precision = "fp32"'
 )
+_HOOKS = (
+    "offloadtrain: a forward saves its weights through such hooks. Call "
+    "torch.autograd.grad(…, create_graph=True) in the place of torch.func"
+)
 _NOTES = {
     "BFloat16": _DTYPES,
     "Half": _DTYPES,
-    "don't yet support saved tensor hooks": (
-        "offloadtrain: a forward saves its weights through such hooks. Call "
-        "torch.autograd.grad(…, create_graph=True) in the place of torch.func"
-    ),
+    "don't yet support saved tensor hooks": _HOOKS,
 }
 """What an error of torch's in a forward contains → what is said to it."""
 
@@ -146,6 +152,7 @@ class ForwardHooks:
         return bool(self._running)
 
     @engine_code
+    @outside_transforms
     def enter(
         self,
         module: nn.Module,
@@ -160,8 +167,14 @@ class ForwardHooks:
             again: the call comes from inside a forward that is recomputed ([Note: Recompute]).
             frame: that of the forward, if it may end without `leave`.
             begin: see `SavedTensors.push`.
+
+        Raises:
+            ModelError: saved-tensor hooks are forbidden here, as in `torch.func.grad`.
         """
         self.end_interrupted()
+        # Before anything is loaded or pinned.
+        if torch.is_grad_enabled() and (reason := _hooks_are_disabled()) is not None:
+            raise ModelError(f"{reason} {_HOOKS}")
         hooked, again_now = self._hooked[module], in_backward()
         if not again_now:
             hooked.handles = True

@@ -13,15 +13,20 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.parameters import past_the_class
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Watcher(Protocol):
@@ -118,6 +123,20 @@ class _Leave(_Hook):
 def _uncompiled(method: Callable[[nn.Module], None], module: nn.Module) -> None:
     """Call outside of compiled code, where a module was compiled with its hooks."""
     method(module)
+
+
+def outside_transforms(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a method that moves weights: a transform of `torch.func` that is running must not
+    see it, or parameters would become tensors that end with the transform."""
+
+    @wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return method(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return method(*args, **kwargs)
+
+    return wrapper
 
 
 def has_ended(frame: FrameType | None) -> bool:

@@ -64,11 +64,21 @@ class OptionError(ValueError):
         self.problems = problems
 
 
-def _lists_to_tuples(options: Any) -> None:
-    """Turn lists of names into tuples: the object is frozen, and its values must be, too."""
+class Shares(dict[str, float]):
+    """Tier → share, with a hash as a frozen config has: nobody changes it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+def _freeze(options: Any) -> None:
+    """Copy lists of names to tuples and tables to `Shares`: a frozen object has a hash."""
     for field in fields(options):
+        value = getattr(options, field.name)
         if isinstance(field.default, tuple):
-            object.__setattr__(options, field.name, tuple(getattr(options, field.name)))
+            object.__setattr__(options, field.name, tuple(value))
+        elif isinstance(value, Mapping):
+            object.__setattr__(options, field.name, Shares(value))
 
 
 class OptionGroup:
@@ -77,7 +87,7 @@ class OptionGroup:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        _lists_to_tuples(self)
+        _freeze(self)
 
 
 def _share_on(tier: str, placed: str | Mapping[str, float]) -> float:
@@ -537,7 +547,7 @@ class OffloadConfig:
             values[owner] = replace(values[owner], **keys)
         for key, value in values.items():
             object.__setattr__(self, key, value)
-        _lists_to_tuples(self)
+        _freeze(self)
 
     def value(self, name: str) -> Any:
         """Return the value of the option with this keyword of `offload()`."""

@@ -101,8 +101,16 @@ def _refuse_empty(messages: Messages, numbers: Iterable[int]) -> None:
     """Raises ChatError where an answer says nothing: the model would learn to end its turn."""
     for number in numbers:
         values = [value for name, value in messages[number].items() if name != "role"]
-        if not any(value.strip() if isinstance(value, str) else value for value in values):
+        if not any(map(_says_something, values)):
             raise ChatError(f"message number {number + 1}, an answer, is empty")
+
+
+def _says_something(content: Any) -> bool:
+    """Tell whether there is a word, or what is not text, in the content of a message."""
+    if isinstance(content, list):
+        return any(map(_says_something, content))
+    text = content["text"] if _is_text(content) else content
+    return bool(text.strip() if isinstance(text, str) else text)
 
 
 def _is_text(part: Any) -> bool:

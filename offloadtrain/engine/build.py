@@ -60,6 +60,10 @@ class Resources:
     ledger: Ledger
 
 
+def disk_arena(config: OffloadConfig, ledger: Ledger) -> DiskArena:
+    return DiskArena(ledger, config.memory.scratch_dir, in_memory=config.memory.scratch_in_memory)
+
+
 class Release:
     """The finalizer of an optimizer.
 

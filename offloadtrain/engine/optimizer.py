@@ -19,7 +19,7 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.float8 import converted_layers
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.bucket import dense_stride
-from offloadtrain.engine.build import Release, Resources, build, lay_out, make_blocks
+from offloadtrain.engine.build import Release, Resources, build, disk_arena, lay_out, make_blocks
 from offloadtrain.engine.checks import check_model, offloaded, warn_of_local_norm
 from offloadtrain.engine.division import Division, SplitSteps
 from offloadtrain.engine.engine import Engine, hook_parameters
@@ -47,7 +47,6 @@ from offloadtrain.engine.weights import ParamInit, WeightsIO, attach_state_dict_
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, Ledger, with_own_storage
-from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.step.layout.buffers import BufferSpec, Memory
@@ -105,7 +104,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         ledger = ledger or Ledger()
         arena = Arena(ledger, pin=config.memory.pin and device.type == "cuda")
         lanes.loads_cross_bus = config.weights.offloaded
-        resources = Resources(lanes, arena, _disk(config, ledger), ledger)
+        resources = Resources(lanes, arena, disk_arena(config, ledger), ledger)
         joined = division.replicas, division.stages, division.parts
         self._release = Release(self, resources, joined)
         try:
@@ -393,6 +392,13 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         does, with the same bits. Returns whether the next step guesses."""
         return self._engine.program.mode.speculate(enabled=enabled)
 
+    def keep_exact(self) -> None:
+        """In update mode "speculative", between two steps: stay in mode "exact", and give the
+        second copies of the state back, except where the model is divided among ranks."""
+        if self._engine.program.spec.second_copies and self._promotion.can_move:
+            config = self.config.replace(update="exact")
+            self._relayout("update = 'exact'", config, state_on=config.state.tier)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
         `zero_grad()` of the model does the same.
@@ -462,8 +468,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def samples_late(self) -> bool:
-        """A sampled timeline comes one step later: steps overlap, and one begins with the decision
-        of another."""
+        """A sampled timeline comes one step later, as steps overlap."""
         return self._split is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -644,7 +649,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             while groups is not self.param_groups and casts:
                 casts.pop().remove()
             self.param_groups[:] = groups
-            disk, resources.disk = resources.disk, _disk(config, self.ledger)
+            disk, resources.disk = resources.disk, disk_arena(config, self.ledger)
             self._build(config, rules, earlier=earlier)
             earlier.finish()
             self._engine.residency.memory.allocate()
@@ -688,7 +693,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._frozen_state[param], self.state[param] = memory, copies
 
     def _drop_frozen(self, param: nn.Parameter) -> None:
-        """Forget the state of a frozen parameter."""
         self._release.resources.arena.release(self._frozen_state.pop(param))
         self.state.pop(param, None)
 
@@ -794,7 +798,3 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._fill_state()
         if deleted:
             self.reset_state()
-
-
-def _disk(config: OffloadConfig, ledger: Ledger) -> DiskArena:
-    return DiskArena(ledger, config.memory.scratch_dir, in_memory=config.memory.scratch_in_memory)

@@ -77,7 +77,9 @@ class Promotion:
         is_auto = config.state.tier == "auto"
         measures = is_auto and config.memory.device_limit is None
         is_plain = division.size == self._ranks.size and self._ranks.of_experts is self._ranks
-        if measures and (config.skip_unused or not is_plain):
+        self.can_move = is_plain and not config.skip_unused
+        """The layout of this model can change at a step that all ranks know."""
+        if measures and not self.can_move:
             raise OptionError(
                 "state_on = 'auto' without device_memory_limit moves all ranks' state at one step, "
                 "which does not go with skip_unused, nor with a mesh that divides the model: give "
@@ -96,8 +98,9 @@ class Promotion:
 
     def begin(self, state_on: StateOn | None) -> StateOn:
         """Return the `state_on` of a new layout. None: other parameters are trained, or other
-        microbatches summed, and what the device has room for is to be measured again."""
-        self._is_decided = state_on is not None or not self._measures
+        microbatches summed, and what the device has room for is to be measured again, as with
+        "auto"."""
+        self._is_decided = state_on not in (None, "auto") or not self._measures
         self._peak = 0
         return state_on or self._undecided
 

@@ -9,8 +9,8 @@ the other is faster by `GAIN`. A step whose gradients were clipped or skipped so
 "speculative" does not guess is not counted: the comparison goes on when guesses are right again.
 
 Step times are those of the slowest rank, which all ranks know, so all decide the same after the
-same step. Checkpoints have the decision, and a resumed run keeps it. The second copies stay where
-they are: their memory is planned, and nothing else is to use it.
+same step. Checkpoints have the decision, and a resumed run keeps it. After a decision for "exact"
+the second copies are given back ([Note: Changes between steps] in `engine.relayout`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class UpdateChoice:
             return ""
         self.decided = self._mode = mode
         self._optimizer.speculate(enabled=mode == "speculative")
+        if mode == "exact":
+            self._optimizer.keep_exact()
         return f"offload.update = auto: {mode}, as measured in an earlier start"
 
     def after_step(self, step_ms: float | None) -> str:

@@ -296,6 +296,7 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
     second, fourth = prepared.skipped
     assert "mixed.jsonl:2: no message of the assistant" in second
     assert "mixed.jsonl:4: no conversation" in fourth and "there is 'instruction'" in fourth
+    blank = {"type": "text", "text": " "}
     nulls = [
         ({**alpaca, "input": 5}, "its input is no text: 5"),
         ({"conversations": [*in_turns[:2], {"from": "gpt", "value": None}]}, "each message must"),
@@ -303,6 +304,7 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
         ({"messages": [question, {"role": "assistant", "content": None}]}, "number 2, an answer"),
         ({"prompt": [question], "completion": [{**answer, "content": ""}]}, "an answer, is empty"),
         ({"prompt": "what?", "completion": ""}, "its completion is empty"),
+        ({"messages": [question, {**answer, "content": [blank, blank]}]}, "2, an answer, is empty"),
     ]
     for number, (row, problem) in enumerate(nulls):
         source = _jsonl(tmp_path / f"null{number}", [row])

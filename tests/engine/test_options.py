@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -51,6 +52,20 @@ def test_help_has_the_docs_of_every_option() -> None:
     keywords = [name for name in OffloadArguments.__annotations__ if name not in of_config]
     assert documented[: len(arguments) + len(keywords)] == [*arguments, *keywords]
     assert [name for name in documented if name in OPTIONS] == [*OPTIONS]
+
+
+def test_configs_with_shares_have_a_hash_and_copies_of_them() -> None:
+    shares = {"device": 0.3, "disk": 0.2}
+    config = OffloadConfig(state_on=shares, sums_on={"device": 0.5}, keep_fp32=["*norm*"])
+    same = OffloadConfig(sums_on={"device": 0.5}, keep_fp32=["*norm*"]).replace(
+        state=StateOptions(tier={"disk": 0.2, "device": 0.3})
+    )
+    assert config == same and hash(config) == hash(same) and config in {same}
+    assert config.replace(state_on={"device": 0.3}) not in {config}
+    assert hash(pickle.loads(pickle.dumps(config))) == hash(config)
+    before = dict(shares)
+    shares["device"] = 0.9
+    assert config.state.tier == before and repr(before) in repr(config)
 
 
 @given(st.data())

@@ -20,6 +20,7 @@ from offloadtrain.engine.promotion import CHECK_STEPS
 from offloadtrain.runtime import device_memory
 from offloadtrain.runtime.device_memory import MemoryUse
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.step.layout.placement import second_copy_bytes
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from tests import levels
@@ -118,6 +119,50 @@ def test_promoted_and_moved_back(name: str, late: bool, device: Device) -> None:
     assert_same(run, optimizer, model)
     optimizer.close()
     assert optimizer.ledger.total(Tier.HOST) == 0
+
+
+COPIES: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "two microbatches": {"accum": 2},
+    "int8": {"state": "int8"},
+    "streamed": {"working": "host", "device_slots": 1},
+    "part on the device": {"state_on": {"device": 0.3}},
+}
+
+
+@pytest.mark.cover(1, levels.ALL)
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("late", [False, True], ids=["drawn", "late"])
+def test_second_copies_are_given_back(name: str, late: bool) -> None:
+    """After steps that guessed, which left the newer state in either copy."""
+    options = COPIES[name]
+    accum = options.get("accum", 1)
+    lanes = SeededLanes(3, late=late)
+    lanes.poison = True
+    with on_lanes(lanes):
+        run, optimizer, model = pair(Chain(3), update="speculative", clip=1e9, **options)
+    state_on, stream = optimizer.config.state.tier, batches(7 * accum)
+    follow(run, optimizer, model, stream[: 4 * accum], accum)
+    spec, before = optimizer._engine.program.spec, booked(optimizer)
+    copies = sum(second_copy_bytes(spec, b) for b in spec.buckets_on(Tier.HOST))
+    assert copies
+    optimizer.keep_exact()
+    follow(run, optimizer, model, stream[4 * accum :], accum)
+    assert booked(optimizer) == planned(optimizer)
+    assert booked(optimizer)[Tier.HOST] <= before[Tier.HOST] - copies
+    assert optimizer.config.update == "exact" and optimizer.config.state.tier == state_on
+    assert_same(run, optimizer, model)
+    optimizer.keep_exact()  # there is nothing more to give back
+    optimizer.close()
+    assert optimizer.ledger.total(Tier.HOST) == 0
+
+
+def test_state_moves_to_the_device_after_its_second_copies_are_given_back(device: Device) -> None:
+    optimizer, model = trained(CHECK_STEPS, state_on="auto", update="speculative", clip_norm=1e9)
+    optimizer.keep_exact()
+    for tokens in batches(2 * CHECK_STEPS + 1):
+        train(optimizer, model, [tokens])
+    assert share_of(optimizer) == 1 and optimizer.config.update == "exact"
 
 
 class Dropping(Chain):

@@ -12,6 +12,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.events import log_lines, schema
 from offloadtrain.plan import automatic
 from offloadtrain.train import update_choice
+from offloadtrain.train.log import run_memory
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.update_choice import UpdateChoice
 from tests.train.conftest import assert_same_run
@@ -32,6 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     """Plan a gain for speculative updates; return a function that sets the step times of the
     modes, speculative and exact."""
     monkeypatch.setattr(automatic, "GAIN", -1.0)
+    monkeypatch.setattr(run_memory, "_EVERY_S", 0.0)  # the log has the memory of every step
     after_step = UpdateChoice.after_step
 
     def arm(speculative_ms: float, exact_ms: float) -> None:
@@ -48,6 +50,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
 def guesses(path: Path) -> list[bool]:
     """For each step, whether updates ran inside its backward."""
     return [event.early_buckets > 0 for event in events_of(path, schema.Step)]
+
+
+def second_copy_bytes(path: Path) -> int:
+    """The bytes of the second copies of the state at the end of the run, as the monitor has it."""
+    rows = events_of(path, schema.Memory)[-1].rows
+    return sum(row.num_bytes for row in rows if row.owner == "other copy of the state")
 
 
 def kill_after(last: int) -> Callable[[Trainer], None]:
@@ -96,6 +104,7 @@ def test_the_faster_mode_stays_also_after_a_resume(
     measured = update_choice._SETTLING + update_choice.STEPS
     first = [False] + [True] * measured + [False] * measured
     assert guesses(auto) == first + [decided == "speculative"] * 4
+    assert bool(second_copy_bytes(auto)) == (decided == "speculative")
     assert 'update = "auto"' in (auto / "resolved.toml").read_text()
 
     with_stops(job_of(tmp_path, "offload.update=auto"), parted, 2, DECIDES)
@@ -103,6 +112,7 @@ def test_the_faster_mode_stays_also_after_a_resume(
     first_event, event = events_of(parted, schema.Decided)
     assert first_event.step == event.step == DECIDES + 2
     assert event.message == f"offload.update = auto: {decided}, as measured in an earlier start"
+    assert bool(second_copy_bytes(parted)) == (decided == "speculative")
     assert guesses(parted) == [False, True, *first, False, decided == "speculative"]
 
 

@@ -406,7 +406,8 @@ class Saving:
         last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
         advice = ADVICE[self._context.precision]
         if not self._config.offload.skip_nonfinite:
-            advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
+            again = "Resume from it" if saved else "Start again"
+            advice = f"{again} with offload.skip_nonfinite = true, or: {advice}"
         return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
 
 

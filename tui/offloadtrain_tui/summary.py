@@ -196,7 +196,7 @@ def _position(shown: ViewState, colors: ColorOf, width: int) -> Parts:
         silent_s = units.format_duration(shown.now_s - since_s)
         return [(f"no step for {silent_s}; a step takes {usual}", "bold")]
     if (end := view.end) is not None and end.status == "failed" and end.message:
-        return [(f"✖ {clean(end.message, 2 * width - 8)}", f"bold {colors.get('failed', '')}")]
+        return [(f"✖ {clean(end.message, 2 * width - 24)}", f"bold {colors.get('failed', '')}")]
     return []
 
 

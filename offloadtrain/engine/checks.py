@@ -307,7 +307,7 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
     return fp32_params
 
 
-def warn_of_local_norm(asker: str, count: int, ranks: Ranks) -> None:
+def warn_of_local_norm(caller: str, count: int, ranks: Ranks) -> None:
     """Warn of clipping by the norm of `count` ranks that are a part of the world."""
     if count < ranks.world_size:
         _log.warning(
@@ -315,7 +315,7 @@ def warn_of_local_norm(asker: str, count: int, ranks: Ranks) -> None:
             "is that of this group's gradients. That is right where each group trains a model of "
             "its own; where the others hold other parts of the same model (pipeline or tensor "
             "parallel), parts clip differently and what they share drifts apart: do not clip there",
-            asker,
+            caller,
             count,
             ranks.world_size,
         )

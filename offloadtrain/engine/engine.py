@@ -106,7 +106,7 @@ class StepGradients:
         self.program, self.gradients = program, gradients
         self.norm_measure, self._guard = norm_measure, guard
         self.reports, self.drain = reports, drain
-        self.access = GradientAccess(program, self._settle)
+        self.access = GradientAccess(program, self._begin_access)
         self.norm: Norm | None = None
 
     def clip(self, max_norm: float) -> float:
@@ -120,15 +120,15 @@ class StepGradients:
         norm.clip(max_norm)
         return before
 
-    def measure(self, asker: str, max_norm: float | None = None) -> Norm:
+    def measure(self, caller: str, max_norm: float | None = None) -> Norm:
         """Measure the norm of the step in progress, for a caller that may clip it; raises as
         `clip`."""
-        self._guard.require_at_rest(asker)
-        self._guard.require_undecided(f"{asker}()")
-        self._take_back()
+        self._guard.require_at_rest(caller)
+        self._guard.require_undecided(f"{caller}()")
+        self._adopt_changes()
         if max_norm is not None:
             self.access.clipped_to = min(max_norm, self.access.clipped_to)
-        self.norm = self.norm or self.send(asker, max_norm)()
+        self.norm = self.norm or self.send_squares(caller, max_norm)()
         # Zeros of parameters without a gradient, and sums that go down.
         self.gradients.in_transit = True
         return self.norm
@@ -146,7 +146,7 @@ class StepGradients:
         norm = self.measure("gradients")
         access, ranks = self.access, self.norm_measure.ranks.everyone.size
         for bucket in self.norm_measure.buckets:
-            self._bring()
+            self._wait_until_arrived()
             for slot in bucket.slots:
                 yield (
                     slot.name,
@@ -162,15 +162,15 @@ class StepGradients:
             self.access.has_assigned = False
             self.gradients.take_assigned()
 
-    def _bring(self) -> None:
+    def _wait_until_arrived(self) -> None:
         """Wait until the gradients are in their memory."""
         if self.gradients.in_transit:
             self.drain()
             self.gradients.in_transit = False
 
-    def _settle(self) -> None:
+    def _begin_access(self) -> None:
         """The user is about to read gradients where they are, or to write them."""
-        self._bring()
+        self._wait_until_arrived()
         # Clipping leaves the gradients as they are. Whoever reads them afterwards expects them
         # clipped.
         norm, self.norm = self.norm, None
@@ -179,7 +179,7 @@ class StepGradients:
             for bucket in filter(self.access.has_left, self.norm_measure.buckets):
                 self.access.multiply(bucket, norm.coef)
 
-    def _take_back(self) -> None:
+    def _adopt_changes(self) -> None:
         """The step is about to be measured: take over what code has done to its gradients."""
         self.take_assigned()
         if changed := self.access.take_changed():
@@ -187,25 +187,25 @@ class StepGradients:
             self.drain()
             self.program.gradients_changed(changed)
 
-    def of_step(self, *, skip: bool) -> Norm:
+    def norm_of_step(self, *, skip: bool) -> Norm:
         """Return the norm that step() decides by, measured unless it is known; raises as
         `Engine.step`."""
-        self._take_back()
+        self._adopt_changes()
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self.norm is not None:
             steps, coef = self.reports.counter.steps, self.norm.coef
             self.norm_measure.check_after_clipping(steps, coef, skip=skip)
         # Otherwise the training thread waits for results here, and nowhere else in a step: the
         # decision to skip and the clip coefficient go into every launch of Adam.
-        return self.norm or self.send("step", skip=skip)()
+        return self.norm or self.send_squares("step", skip=skip)()
 
-    def send(
-        self, asker: str, max_norm: float | None = None, *, skip: bool = False
+    def send_squares(
+        self, caller: str, max_norm: float | None = None, *, skip: bool = False
     ) -> Callable[[], Norm]:
         """Wait for this engine's sums of squares, and send them to the other engines of the model;
         see `NormMeasure.send`."""
         counter = self.reports.counter
-        return self.norm_measure.send(asker, counter.steps, counter.divisor, max_norm, skip=skip)
+        return self.norm_measure.send(caller, counter.steps, counter.divisor, max_norm, skip=skip)
 
 
 class Engine:
@@ -375,7 +375,7 @@ class Engine:
         self.guard.require_at_rest("step")
         if skip:
             self.guard.require_undecided("step(skip=True)")
-        norm = self.step_gradients.of_step(skip=skip)
+        norm = self.step_gradients.norm_of_step(skip=skip)
         micro_steps, clipped_to = self.gradients.micro_steps, self.step_gradients.access.clipped_to
         self.step_gradients.access.end_step()
         decision = self.launch_update(norm, skip=skip, clipped_to=clipped_to)

@@ -266,7 +266,7 @@ class Gradients:
             return []
         due = [block] if self._turns is None else self._turns.ready(block)
         for ready_block in due:
-            self._take(ready_block)
+            self._send(ready_block)
         return due if self._in_last else []
 
     def begin_root_forward(self) -> None:
@@ -299,7 +299,7 @@ class Gradients:
                     return
                 self._begin()
             for ready in turns.ready(block):
-                self._take(ready)
+                self._send(ready)
 
     @property
     def _in_last(self) -> bool:
@@ -320,16 +320,16 @@ class Gradients:
         # The other ranks reduce these blocks: this one must launch the same collectives.
         for block in self._trained[::-1] if self._turns is None else self._turns.order:
             if not self._deliveries[block].is_sent:
-                self._take(block)
+                self._send(block)
         if self._agreed:
             for block in self._trained:
                 if self._deliveries[block].is_sent_late:
-                    self._take(block)
+                    self._send(block)
         else:
             self._agree()
         if self._in_flight is not None:
             self._in_flight.backward_ends()
-        self._close()
+        self._end_backward()
         self.micro_steps += 1
 
     def take_assigned(self) -> None:
@@ -344,7 +344,7 @@ class Gradients:
             self._begin()
         self.end_micro_step()
         for block in filter(self._holds_gradients, self._trained):
-            self._take(block)
+            self._send(block)
 
     def _holds_gradients(self, block: Block) -> bool:
         for slot in (slot for bucket in block.buckets for slot in bucket.slots):
@@ -363,7 +363,7 @@ class Gradients:
             take_gradients(bucket.params)
         if in_flight and self._in_flight is not None:
             self._in_flight.drop()
-        self._close()
+        self._end_backward()
         self.micro_steps = 0
 
     def _begin(self) -> None:
@@ -390,11 +390,11 @@ class Gradients:
         for block, is_late in zip(self._trained, late, strict=True):
             if is_late:
                 self._deliveries[block].is_sent_late = True
-                self._take(block)
+                self._send(block)
         order = sorted(range(count), key=lambda number: (first[number], -number))
         self._turns.order = [self._trained[number] for number in order if not late[number]]
 
-    def _close(self) -> None:
+    def _end_backward(self) -> None:
         """No backward is in progress."""
         # Graphs that are still alive hold handles: their backward spans end here, or their reads
         # would reach into step(), which uploads new weights.
@@ -406,7 +406,7 @@ class Gradients:
             self._turns.restart()
         self.open = False
 
-    def _take(self, block: Block) -> None:
+    def _send(self, block: Block) -> None:
         """Send the gradients that the block's parameters hold down, and free them on the device.
         Among ranks every rank sends, zeros where nothing is held."""
         complete: dict[str, bool] = {}
@@ -540,10 +540,10 @@ class ClippedTogether(Tensor):
 class GradientAccess:
     """Hands the gradients of one engine's step out, and knows which of them may have changed."""
 
-    def __init__(self, program: Program, settle: Callable[[], None]) -> None:
-        """`settle`: waits until the gradients are in their memory, as the user may read them; a
-        method of an object that is not kept alive."""
-        self._program, self._settle_ref = program, weakref.WeakMethod(settle)
+    def __init__(self, program: Program, begin_access: Callable[[], None]) -> None:
+        """`begin_access`: waits until the gradients are in their memory, as the user may read them;
+        a method of an object that is not kept alive."""
+        self._program, self._begin_access_ref = program, weakref.WeakMethod(begin_access)
         self._views: dict[Slot, GradientView] = {}
         self._handed_out: set[str] = set()
         """Names of the buckets of `_views`."""
@@ -605,8 +605,8 @@ class GradientAccess:
 
     def begin_use(self) -> None:
         """A function is about to read or write views."""
-        if (settle := self._settle_ref()) is not None:
-            settle()
+        if (begin_access := self._begin_access_ref()) is not None:
+            begin_access()
         self._is_used = True
 
     def take_changed(self) -> set[str]:

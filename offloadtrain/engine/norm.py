@@ -123,7 +123,7 @@ class NormMeasure:
 
     def send(
         self,
-        asker: str,
+        caller: str,
         step_count: int,
         divisor: float,
         max_norm: float | None = None,
@@ -147,7 +147,7 @@ class NormMeasure:
         self._gradients.end_micro_step()
         if self._gradients.micro_steps == 0:
             raise EngineError(
-                f"{asker}() without a backward: no parameter of the model has received a gradient "
+                f"{caller}() without a backward: no parameter of the model has received a gradient "
                 "since the last step"
             )
         intent = [step_count, digest(max_norm), float(skip)]

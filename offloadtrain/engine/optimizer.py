@@ -114,7 +114,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             raise
         self._start()
         if config.clip_norm is not None:
-            self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
+            self._warn_of_local_norm(f"clip_norm = {config.clip_norm:g}")
 
     def _build(
         self,
@@ -305,7 +305,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm = {max_norm} is not a number of at least 0")
-        self._tell_of_local_norm("clip_grad_norm_")
+        self._warn_of_local_norm("clip_grad_norm_")
         norm = self._engine.step_gradients.clip(float(max_norm))
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
@@ -726,10 +726,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                     name = type(rule).__name__
                     raise ValueError(f"{key} = {group[key]!r}: {name} does not have it")
 
-    def _tell_of_local_norm(self, asker: str) -> None:
+    def _warn_of_local_norm(self, caller: str) -> None:
         if "local norm" not in self._warned:
             self._warned |= {"local norm"}
-            warn_of_local_norm(asker, self._division.size, self.ranks)
+            warn_of_local_norm(caller, self._division.size, self.ranks)
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offloadtrain.step.layout.buffers import Memory
@@ -116,6 +116,15 @@ _NAMES = st.text("abcd", max_size=2)
 
 
 @levels.examples(400)
+@example(
+    [
+        # Recorded late, the first one would stand for all three.
+        (Lane.D2H, True, "", "b"),
+        (Lane.D2H, False, "", "a"),
+        (Lane.D2H, False, "a", ""),
+        (Lane.COMPUTE, False, "a", "ba"),
+    ]
+)
 @given(
     st.lists(
         st.one_of(

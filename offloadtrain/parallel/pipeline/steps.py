@@ -452,7 +452,8 @@ class SplitStep:
             engine = self._engine
             engine.guard.require_open("step")
             # Waits for the host's last norm here, and not for any other rank.
-            receive, micro_steps = engine.step_gradients.send("step"), engine.gradients.micro_steps
+            receive = engine.step_gradients.send_squares("step")
+            micro_steps = engine.gradients.micro_steps
             engine.gradients.drop(in_flight=False)
             close_sums(engine.program)
             self._decide_sent = partial(self._decide, receive, micro_steps, *self._requested)

@@ -459,7 +459,7 @@ class Dependencies:
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
-        event = self._advance(lane, op.kind, op.owner, say=not late)
+        event = self._advance(lane, op.kind, op.owner, recorded=not late)
         for use in reads:
             use.read[lane] = event
         # A write has waited for the reads before it: later users need to wait for the write only.
@@ -472,7 +472,7 @@ class Dependencies:
         """Allocate memory on compute, which counts as compute's write; see [Note: Allocation] in
         `step.program.activations`."""
         self.operations.append(Allocate(ref))
-        allocated = self._advance(Lane.COMPUTE, None, "its allocation", say=True)
+        allocated = self._advance(Lane.COMPUTE, None, "its allocation", recorded=True)
         self._uses[ref[:3]] = _Use(allocated)
 
     def record(self, lane: Lane, what: str) -> Event:
@@ -481,7 +481,7 @@ class Dependencies:
         last = self._recorded.get(lane)
         # If nothing was launched there since the last event, that event is enough.
         if last is None or last.position < self._known[lane][last.at]:
-            last = self._recorded[lane] = self._advance(lane, None, what, say=True)
+            last = self._recorded[lane] = self._advance(lane, None, what, recorded=True)
         return last
 
     def wait(self, lane: Lane, event: Event, why: str) -> None:
@@ -495,7 +495,7 @@ class Dependencies:
         if event.position <= self._thread_clock[event.at]:
             return
         if not event.recorded:
-            self._say(event)
+            self._record_late(event)
         self._thread_clock[:] = map(max, self._thread_clock, event.clock)
         # Later launches come from a thread that has seen the event: no lane waits for it again.
         for known in self._known.values():
@@ -593,7 +593,7 @@ class Dependencies:
     ) -> None:
         # A late event is recorded now, on its own lane: it must stand in the program before this.
         if not event.recorded:
-            self._say(event)
+            self._record_late(event)
         # The lane has now also waited for everything that the event's lane had waited for.
         known = self._known[lane]
         for at, position in enumerate(event.clock):
@@ -601,21 +601,22 @@ class Dependencies:
                 known[at] = position
         self.operations.append(Wait(lane, event, who, does, did))
 
-    def _advance(self, lane: Lane, kind: Kind | None, owner: str, *, say: bool) -> Event:
-        """Count one more operation of the lane; `say`: record the event after it now."""
+    def _advance(self, lane: Lane, kind: Kind | None, owner: str, *, recorded: bool) -> Event:
+        """Count one more operation of the lane; `recorded`: record the event after it now."""
         at, known = _AT[lane], self._known[lane]
         known[at] += 1
-        event = Event(lane, tuple(known), at, known[at], say, kind, owner)
-        if say:
+        event = Event(lane, tuple(known), at, known[at], recorded, kind, owner)
+        if recorded:
             self.operations.append(Record(event))
         return event
 
     def _is_covered(self, event: Event, events: Sequence[Event]) -> bool:
         """Tell whether a wait for another of the events waits for this one; of two that cover each
-        other, the second is covered."""
-        at = events.index(event)
+        other, the one with less done is covered, or the second."""
+        place = sum(event.clock), -events.index(event)
         return any(
-            self._covers(other, event) and (number < at or not self._covers(event, other))
+            self._covers(other, event)
+            and (not self._covers(event, other) or (sum(other.clock), -number) > place)
             for number, other in enumerate(events)
             if other is not event
         )
@@ -626,7 +627,7 @@ class Dependencies:
         clock = event.clock if event.recorded else self._known[event.lane]
         return clock[other.at] >= other.position
 
-    def _say(self, event: Event) -> None:
+    def _record_late(self, event: Event) -> None:
         """Record a late event: it covers all that its lane was given so far."""
         event.recorded = True
         event.clock = tuple(self._known[event.lane])

@@ -45,10 +45,7 @@ def parse_count(text: str) -> float:
     )
     if match is None:
         raise ValueError(f"'{text[:40]}' is not a number such as 10B, 350M or 4096")
-    return float(match[1]) * 1000.0 ** _DECIMAL.index(_COUNTS[match[2].lower()])
-
-
-_COUNTS = {unit.lower(): unit for unit in _DECIMAL}
+    return float(match[1]) * 1000.0 ** " kmbt".index(match[2].lower() or " ")
 
 
 def format_count(count: float) -> str:

@@ -58,14 +58,15 @@ class SystemInfo:
 
 def probe(nvml: Nvml | None = None) -> SystemInfo:
     """Probe this machine; takes milliseconds."""
-    nvml = nvml or Nvml()
+    nvml, usable = nvml or Nvml(), len(os.sched_getaffinity(0))
+    quota = cgroup.cpu_quota(_CGROUPS, _PROC / "self/cgroup")
     return SystemInfo(
         host=socket.gethostname(),
         system=platform.platform(),
         cpu=_cpu_name(),
         cores_physical=psutil.cpu_count(logical=False) or 1,
         cores_logical=psutil.cpu_count() or 1,
-        cores_usable=min(len(os.sched_getaffinity(0)), _cgroup_cores()),
+        cores_usable=usable if quota is None else max(min(int(quota), usable), 1),
         host_memory_bytes=host_memory_bytes(),
         host_available_bytes=host_available_bytes(),
         python=platform.python_version(),
@@ -135,13 +136,6 @@ def _or_default(ask: Callable[[], _T], otherwise: _T) -> _T:
         return ask()
     except _UNREADABLE:
         return otherwise
-
-
-def _cgroup_cores() -> int:
-    """Return the tightest cgroup's CPU quota in whole cores, at least one."""
-    quota = cgroup.cpu_quota(_CGROUPS, _PROC / "self/cgroup")
-    cores = os.cpu_count() or 1
-    return cores if quota is None else max(min(int(quota), cores), 1)
 
 
 def _cpu_name() -> str:

@@ -81,7 +81,7 @@ class Emergency:
         full = isinstance(failure, torch.OutOfMemoryError)
         problem = (str(failure).splitlines() or [type(failure).__name__])[0]
         if full:
-            rows = [r for r in self._log.memory_rows() if r.tier == "device" and r.num_bytes]
+            rows = [r for r in self._log.memory.rows() if r.tier == "device" and r.num_bytes]
             rows.sort(key=lambda row: -row.num_bytes)
             largest = [f"{row.owner} {format_bytes(row.num_bytes)}" for row in rows[:_NAMED]]
             problem += (

@@ -75,12 +75,21 @@ class RunFolder:
         run_id: its name, which holds the UTC time it was made and the job's name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, exists: bool = True) -> None:
         """Lock an existing folder.
+
+        Args:
+            exists: False: it is made, or locked, by somebody else or later.
 
         Raises:
             RunFolderError: it is not a run folder, or a process is running in it.
         """
+        self.path, self._runs_dir = path, path.parent
+        self._lock = -1
+        self._is_new = self._is_dated = self._is_permanent = False
+        self._made: list[Path] = []
+        if not exists:
+            return
         if not ((path / "events").is_dir() or holds_run(path) or _has_checkpoint(path)):
             raise RunFolderError(
                 f"{path} is not a run folder: it has no events, no run.json and no checkpoint"
@@ -92,7 +101,6 @@ class RunFolder:
                 raise RunFolderError(
                     f"{path / name} is a symbolic link: a run's own folder is needed"
                 )
-        self._set_up(path)
         if not (path / "lock").exists():
             self._made.append(path / "lock")
         self._lock = _lock(path / "lock")
@@ -107,16 +115,16 @@ class RunFolder:
         Raises:
             RunFolderError: `path` already contains a run.
         """
-        run = cls.__new__(cls)
+        is_dated = path is None
         if path is None:
             # Not before the job's newest run, or `--resume auto` would take that for the newer one
             # after the clock was set back.
             newest = next((run.name[: len(_NO_TIME)] for run in of_job(runs_dir, name)), _NO_TIME)
-            run._set_up(runs_dir / f"{max(newest, f'{datetime.now(UTC):%Y%m%d-%H%M%S}')}-{name}")
+            path = runs_dir / f"{max(newest, f'{datetime.now(UTC):%Y%m%d-%H%M%S}')}-{name}"
         else:
-            run._set_up(path)
             _refuse_another_run(path)
-        run._runs_dir, run._is_new, run._is_dated = runs_dir, True, path is None
+        run = cls(path, exists=False)
+        run._runs_dir, run._is_new, run._is_dated = runs_dir, True, is_dated
         return run
 
     @classmethod
@@ -127,17 +135,10 @@ class RunFolder:
         Raises:
             RunFolderError: it is missing: the hosts share no file system at this path.
         """
-        run = cls.__new__(cls)
-        run._set_up(path or Path())
+        run = cls(path or Path(), exists=False)
         if path is not None:
             run.join(path)
         return run
-
-    def _set_up(self, path: Path) -> None:
-        self.path, self._runs_dir = path, path.parent
-        self._lock = -1
-        self._is_new = self._is_dated = self._is_permanent = False
-        self._made: list[Path] = []
 
     @property
     def run_id(self) -> str:

@@ -19,6 +19,7 @@ from offloadtrain.boundary.output import say_on_stderr
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT
 from offloadtrain.cli.options import Flag, Json, Overrides
 from offloadtrain.config import toml
+from offloadtrain.config.batch_split import of_stage, parse_ranks, shared
 from offloadtrain.config.errors import ConfigError, OffloadTrainError, broken
 from offloadtrain.config.units import format_bytes, format_count, parse_bytes, parse_count
 
@@ -158,7 +159,6 @@ def plan(
     as_json
         Print one JSON object.
     """
-    from offloadtrain.config.batch_split import parse_ranks
     from offloadtrain.plan.run_cost import parse_price, run_cost
 
     models, machines = (*hf, fine_tune) if fine_tune else hf, machine or ("",)
@@ -440,7 +440,6 @@ def _described(
     """
     if config.hf is None and config.offload.activations.mode != "offload_saved":
         return config, None
-    from offloadtrain.config.batch_split import of_stage, shared
     from offloadtrain.plan.placement import resolved
     from offloadtrain.plan.tracing.step import TraceError
     from offloadtrain.train.build import described, tracer_of
@@ -533,8 +532,6 @@ def _sweep(config: Config, name: str, machine: Machine, counts: list[int], *, as
 
 
 def _counts(text: str) -> list[int]:
-    from offloadtrain.config.batch_split import parse_ranks
-
     key, _, values = text.partition("=")
     if key != "gpus":
         raise ConfigError(f"--sweep {text[:40]}: give, for example, gpus=1,2,4")

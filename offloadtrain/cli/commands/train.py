@@ -7,23 +7,25 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from offloadtrain.boundary.output import say_on_stderr
 from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, HUNG, STOPPED, of_error
 from offloadtrain.cli.options import Flag, Overrides
+from offloadtrain.config import job as jobs
 from offloadtrain.config import toml
+from offloadtrain.config.batch_split import parse_ranks, roles, shared
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.hf_model import require_folder
+from offloadtrain.config.job import Config
+from offloadtrain.config.sections import check_packages
+from offloadtrain.hardware import cgroup, wait_policy
 from offloadtrain.hardware.host_memory import require_threads_room
 from offloadtrain.runtime import launcher_link
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Watchdog
+from offloadtrain.runtime.launcher_link import Link
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early
-
-if TYPE_CHECKING:
-    from offloadtrain.config.job import Config
-    from offloadtrain.runtime.launcher_link import Link
 
 ALONE = RankInfo()
 
@@ -69,11 +71,6 @@ def train(
         Do not train. Print the plan, lay out every buffer without allocating it, prove the program
         of a step free of races, and print the resolved job. Exit code 4 if the job does not fit.
     """
-    from offloadtrain.config import job as jobs
-    from offloadtrain.config.batch_split import roles
-    from offloadtrain.config.hf_model import require_folder
-    from offloadtrain.config.sections import check_packages
-
     link = launcher_link.attach()
     path = find_job(job)
     rank_info = RankInfo.of(os.environ)
@@ -120,15 +117,12 @@ def train(
 
 def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
     """Choose before torch is loaded. Ranks would see each other's load: their launcher chooses."""
-    from offloadtrain.hardware import cgroup, wait_policy
-
     alone = rank_info.size == 1 and "torch" not in sys.modules
     look = wait_policy.look if alone else None
     return wait_policy.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
 
 
 def _preview(config: Config, ranks: int) -> int:
-    from offloadtrain.config import job as jobs
     from offloadtrain.train.dry_run import preview
 
     text, fits, resolved = preview(config, ranks)
@@ -139,8 +133,6 @@ def _preview(config: Config, ranks: int) -> int:
 
 def _ranks_wanted(nproc: str, config: Config) -> int:
     """Check before any rank starts that the batch can be divided."""
-    from offloadtrain.config.batch_split import parse_ranks, shared
-
     if nproc == "auto":
         import torch
 

@@ -392,7 +392,11 @@ class _Timelines:
 
 
 class RunLog:
-    """Turns a run's progress into events and console lines. Leaving the context closes it."""
+    """Turns a run's progress into events and console lines. Leaving the context closes it.
+
+    Attributes:
+        memory: the owners' bytes, once it trains.
+    """
 
     def __init__(
         self,
@@ -417,7 +421,7 @@ class RunLog:
             else None
         )
         self._sampler = Sampler(self._sampled)
-        self._memory = RunMemory(self._writer.emit)
+        self.memory = RunMemory(self._writer.emit)
         self._progress = Progress()
         self._pace = Pace(config.train)
         self._timelines = _Timelines()
@@ -467,7 +471,7 @@ class RunLog:
             self._loggers.open(self._run.path, config, progress.step)
         self._writer.emit(start.record())
         self._writer.emit(self._start_clock.set_up())
-        self._memory.begin(optimizer, nvml=self._sampler.nvml, warn=self.warn)
+        self.memory.begin(optimizer, nvml=self._sampler.nvml, warn=self.warn)
         self._console.say(start.introduction())
         self._start = start
         for code, message in start.warnings():
@@ -484,7 +488,7 @@ class RunLog:
         if status != "failed":  # the lanes of a failed run may never end
             self._log_timeline()
         if self._start is not None:
-            rows = self._start.hindsight.rows(self.memory_rows())
+            rows = self._start.hindsight.rows(self.memory.rows())
             compared, apart = self._start.hindsight.compare(rows)
             self._writer.emit(schema.PlanCompared(rows=rows, message=compared))
             self._console.say(compared)
@@ -500,7 +504,7 @@ class RunLog:
 
     def _close_samplers(self) -> None:
         self._sampler.close()
-        self._memory.sampler.close()
+        self.memory.sampler.close()
 
     def _emit_end(self, status: str, message: str) -> None:
         end = schema.RunEnded(
@@ -530,7 +534,7 @@ class RunLog:
         why = " (Numba compiles the CPU kernels)" if compiles else ""
         self.doing(f"step {self._progress.step + 1}{why}")
         follow = self._timelines.before_step(self._progress.step, optimizer)
-        self._memory.sampler.step_begins(self._progress.step + 1, follow=follow)
+        self.memory.sampler.step_begins(self._progress.step + 1, follow=follow)
 
     def step(
         self,
@@ -558,7 +562,7 @@ class RunLog:
             batch_tokens=config.batch_tokens,
             scaling=start.context.precision == "fp16",
             mfu=None if peak is None else tokens_per_s * flops / peak,
-            peaks=self._memory.end_step(report),
+            peaks=self.memory.end_step(report),
         )
         self._tell(step)
         self._keep_run()
@@ -567,11 +571,11 @@ class RunLog:
         self._log_timeline()
         if report.sampled is not None:
             self._timelines.unlogged = number, report.sampled
-        if rows := self._memory.news():
+        if rows := self.memory.news():
             self._tell(schema.Memory(step=number, rows=rows))
         self._pace.end_step(clock.total_ms / 1e3)
         start.hindsight.step(report, clock.total_ms)
-        device_bytes, host_bytes = self._memory.engine_bytes()
+        device_bytes, host_bytes = self.memory.engine_bytes()
         line = partial(
             format_step,
             step,
@@ -599,10 +603,6 @@ class RunLog:
             self._run.keep()
         except OSError as error:
             self.warn("latest-failed", f"runs_dir/latest does not point to this run: {error}")
-
-    def memory_rows(self) -> tuple[schema.MemoryRow, ...]:
-        """Return the owners' bytes now."""
-        return self._memory.rows()
 
     def _tell(self, event: Source) -> None:
         """Log an event whose scalars other tools get too."""

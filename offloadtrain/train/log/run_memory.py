@@ -89,7 +89,7 @@ def anonymous_bytes() -> int | None:
     return None
 
 
-def _largest_mappings(count: int = 2) -> str:
+def _largest_mappings() -> str:
     """Describe where the anonymous memory is, by the names that the kernel gives to mappings."""
     sizes: Counter[str] = Counter()
     name = ""
@@ -99,7 +99,7 @@ def _largest_mappings(count: int = 2) -> str:
                 name = mapping[1] or "mappings without a name"
             elif private := _PRIVATE.match(line):
                 sizes[name] += int(private[1]) << 10
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.most_common(count))
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.most_common(2))
 
 
 _EVERY_S = 1.0

@@ -170,7 +170,7 @@ def _difference(value: Any, first: Any) -> str:
     return f"{a} and {b}"
 
 
-_Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+_Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 
 
 class OffloadArguments(OffloadOptions, total=False):
@@ -222,8 +222,8 @@ def offload(
         options: the keywords that follow.
 
     Keywords:
-        params: parameters or groups as for a torch optimizer; each trainable parameter in exactly
-            one. Default: all of them in one group.
+        params: parameters, with names or without, or groups as for a torch optimizer; each
+            trainable parameter in exactly one. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
             Default: "auto".
         process_group: of torch.distributed, whose ranks share the state of this model: each keeps
@@ -266,7 +266,9 @@ def offload(
         division = Division(replicas=Ranks.of(process_group, device))
         if chosen.skip_unused or any(map(is_distributed, model.parameters())):
             division = _divided(division, device)
-    return attach(model, rule, params, chosen, device, division, param_init_fn)
+    # What is made here is trained, whatever mode the caller is in.
+    with torch.inference_mode(False):
+        return attach(model, rule, params, chosen, device, division, param_init_fn)
 
 
 def _divided(mesh: DeviceMesh | Division, on: torch.device) -> Division:

@@ -181,6 +181,10 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
     yield lazy, "is not initialised: run one forward of the model first"
     if lazy:
         return
+    yield (
+        param.is_inference(),
+        "was made in inference mode, and torch does not train it: make the model outside of it",
+    )
     divided = is_distributed(param)
     yield (
         divided and not param.requires_grad,

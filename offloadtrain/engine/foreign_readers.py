@@ -200,7 +200,9 @@ class ParameterReaders:
                 if len(emptied) == sum(trained.requires_grad for _, trained in self._named):
                     self._engine.drop_gradients()
             return True
-        if grad is not None and not in_backward() and self._engine.program.spec.is_single:
+        if grad is None and in_backward():
+            self._engine.gradients.emptied.add(param)
+        elif grad is not None and not in_backward() and self._engine.program.spec.is_single:
             self._engine.step_gradients.access.has_assigned = True
         return False
 

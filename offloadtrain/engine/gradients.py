@@ -54,7 +54,7 @@ from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -225,6 +225,8 @@ class Gradients:
         """Whole micro-steps since the last optimizer step."""
         self.open = False
         """A micro-step has begun and not ended."""
+        self.emptied: set[nn.Parameter] = set()
+        """Parameters whose `.grad` a hook has set to None in this backward."""
         self.in_transit = False
         """Gradients were sent since the caller set this to False."""
         self.in_explicit_backward = False
@@ -244,10 +246,14 @@ class Gradients:
             self._begin()
         if block.compiled:
             block.graphs.end()
-        grad = gradient_of(slot.param)
-        if grad is None or grad.layout is not torch.strided or grad.shape != slot.global_shape:
+        grad, delivery = gradient_of(slot.param), self._deliveries[block]
+        # A function of the user's may return None for a parameter: it has no gradient, or has
+        # delivered it in a backward of its own.
+        if grad is None and slot.param.requires_grad and slot.param not in self.emptied:
+            if delivery.is_sent:
+                return []
+        elif grad is None or grad.layout is not torch.strided or grad.shape != slot.global_shape:
             raise _bad_gradient(slot, grad)
-        delivery = self._deliveries[block]
         delivery.arrived += 1
         # The block's gradients have left: this one stays in `.grad` until the micro-step ends.
         if delivery.is_sent:
@@ -404,6 +410,7 @@ class Gradients:
             delivery.arrived, delivery.is_sent = 0, False
         if self._turns is not None:
             self._turns.restart()
+        self.emptied.clear()
         self.open = False
 
     def _send(self, block: Block) -> None:
@@ -436,10 +443,10 @@ def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:
             "unfreeze after step() or zero_grad(), before the next forward"
         )
     if grad is None or grad.layout is not torch.strided:
-        kind = "none" if grad is None else f"a {grad.layout} one"
+        what = "a hook has set it to None" if grad is None else f"it is {grad.layout}"
         return GradientError(
-            f"parameter '{slot.name}' delivered {kind} instead of a dense gradient. Use "
-            "sparse=False in embeddings, and hooks that leave .grad in place."
+            f"the gradient of parameter '{slot.name}' cannot be used, as {what}. Use "
+            "sparse=False in embeddings, and hooks that leave .grad in place"
         )
     return GradientError(
         f"parameter '{slot.name}' has the shape {tuple(grad.shape)} now and had {slot.shape} "

@@ -17,12 +17,15 @@ _OF_ANY_RULE = {"params", "name", "initial_lr"}
 
 def normalise_groups(
     model: nn.Module,
-    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    params: Iterable[Any] | None,
     rule: AnyRule,
 ) -> list[dict[str, Any]]:
     """Return `param_groups` with every hyperparameter of their rule filled in and checked.
 
     A group that does not say whether it is one of matrices becomes two under a `MatrixRule`.
+
+    Args:
+        params: parameters, (name, parameter) or groups of either; None: all trained ones.
 
     Raises:
         ModelError: naming a parameter that is in no group, in two, or not in the model; or that is
@@ -69,7 +72,11 @@ def completed_groups(
         if isinstance(rule, MatrixRule):
             unknown -= {rule.group_key}
         if unknown:
-            raise ValueError(f"unknown keys in a parameter group: {sorted(unknown)}")
+            raise ValueError(
+                f"unknown keys in a parameter group: {sorted(unknown)}, and "
+                f"{type(group_rule).__name__} has {sorted(group_rule.defaults())}. For keys that "
+                "are your own, set optimizer.param_groups[i][key] after offload()"
+            )
         group_rule.check(group)
     return groups
 
@@ -123,8 +130,9 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def listed(params: Any) -> list[nn.Parameter]:
-    """Return the parameters of a group as a list, without empty ones."""
-    as_list: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+    """Return the parameters of a group as a list, without empty ones and without names."""
+    entries = [params] if isinstance(params, nn.Parameter) else list(params)
+    as_list = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     return [param for param in as_list if param.numel()]
 
 

@@ -56,6 +56,11 @@ def with_gradient() -> nn.Module:
     return net
 
 
+def made_in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 2)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nothing to train": (lambda: nn.Linear(2, 2).requires_grad_(False), "nothing to train"),
     "no parameters": (nn.Identity, "nothing to train"),
@@ -67,6 +72,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
     "lazy": (lambda: nn.LazyLinear(2), "'weight' is not initialised"),
+    "inference": (made_in_inference_mode, "'weight' was made in inference mode"),
     "gradient left": (with_gradient, "'weight' has a gradient already"),
     "expanded": (Expanded, "'weight' is an expanded view"),
     "overlapping": (Overlapping, "'first' and 'second' share memory"),
@@ -217,8 +223,27 @@ def test_groups_must_hold_each_trainable_parameter_once() -> None:
         ot.offload(net, params=[{"params": params}, {"params": params[:1]}], device="cpu")
     with pytest.raises(ModelError, match="not in the model"):
         ot.offload(net, params=[*params, nn.Parameter(torch.zeros(3))], device="cpu")
-    with pytest.raises(ValueError, match="learning_rate"):
+    with pytest.raises(ValueError, match=r"learning_rate.*AdamW has \['betas', 'eps', 'lr', "):
         ot.offload(net, params=[{"params": params, "learning_rate": 1.0}], device="cpu")
+
+
+def test_groups_take_names_and_keys_of_the_users_own() -> None:
+    """As torch's optimizers do; a forward in inference mode may have made the optimizer."""
+    net = model()
+    named = [*net.named_parameters()]
+    groups = [{"params": iter(named[:1]), "lr": 1e-3}, {"params": named[1:]}]
+    with torch.inference_mode():
+        optimizer = ot.offload(net, params=groups, device="cpu", precision="fp32")
+    optimizer.param_groups[0]["lr_scale"] = 0.5
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, len(named) - 1]
+    for tokens in batches(2):
+        optimizer.backward(loss_of(net, tokens))
+        optimizer.step()
+        net.head.requires_grad_(False)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["lr_scale"] == 0.5
+    optimizer.close()
+    ot.offload(net, params=net.named_parameters(), device="cpu").close()
 
 
 def test_fp16_cannot_hold_large_weights() -> None:
@@ -265,6 +290,15 @@ def test_step_without_backward_changes_nothing(
     for (name, expected), (_, value) in zip(*results, strict=True):
         assert torch.equal(value, expected), name
     assert caplog.text.count("step() without a backward") == 1
+
+
+def test_a_hook_that_takes_a_gradient_away_is_named() -> None:
+    """As loops that step inside backward do."""
+    optimizer, net = offloaded()
+    net.head.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    with pytest.raises(GradientError, match=r"'head.weight' .* a hook has set it to None"):
+        optimizer.backward(loss_of(net, batches(1)[0]))
+    optimizer.close()
 
 
 def test_one_backward_too_many() -> None:

@@ -98,6 +98,33 @@ def scales_gradients(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+class _Reversible(torch.autograd.Function):
+    """Runs a layer again in backward, whose parameters get their gradients there and None here;
+    `unused` gets none at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, unused: Tensor, *params: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grads)
+        return x.grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def delivers_no_gradients(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for layer in model.layers:
+        x = _Reversible.apply(x, layer, model.spare.weight, *layer.parameters())  # type: ignore[no-untyped-call]
+    loss: Tensor = model.head(x).square().mean()
+    return loss
+
+
 def differentiates_forwards(model: Any, x: Tensor) -> Tensor:
     """By transforms of torch.func around the model, and around a read of weights."""
     weights = {name: param.detach() for name, param in model.named_parameters()}
@@ -121,6 +148,7 @@ SITUATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "fast weights": trains_fast_weights,
     "gradient hooks": scales_gradients,
     "transforms": differentiates_forwards,
+    "functions without a gradient": delivers_no_gradients,
 }
 
 

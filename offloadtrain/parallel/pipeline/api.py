@@ -15,6 +15,7 @@ from offloadtrain.config.offload import OffloadConfig, OffloadOptions, chosen_op
 from offloadtrain.config.ranks_options import NO_FLUSH
 from offloadtrain.engine.api import attach, check_alike, resolve_device
 from offloadtrain.engine.checks import check_arguments
+from offloadtrain.engine.param_groups import listed
 from offloadtrain.engine.weights import ParamInit
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.parallel.mesh import DeviceMesh, Mesh
@@ -303,7 +304,9 @@ def _on_meta(described: Sequence[Any]) -> tuple[Tensor, ...]:
 
 def _listed(group: Any) -> Any:
     """Return a group, or a parameter, that can be read for each stage."""
-    return group | {"params": [*group["params"]]} if isinstance(group, dict) else group
+    if isinstance(group, dict):
+        return group | {"params": listed(group["params"])}
+    return group[1] if isinstance(group, tuple) else group
 
 
 def _own_groups(

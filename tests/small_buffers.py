@@ -15,6 +15,7 @@ def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of what fits into a cache are rates of the cache: nothing is to be concluded."""
     monkeypatch.setattr(measure, "PARAMS", {"cpu": 1 << 20, "cuda": 1 << 20})
     monkeypatch.setattr(measure, "QUICK_PARAMS", 1 << 20)
+    monkeypatch.setattr(measure, "cache_bytes", lambda: 0)
     monkeypatch.setattr(measure, "COPY_BYTES", {"cpu": 4 << 20, "cuda": 4 << 20})
     monkeypatch.setattr(measure, "WIDTHS", {"cpu": (64, 128), "cuda": (64, 128)})
     monkeypatch.setattr(measure, "TOKENS", {"cpu": 16, "cuda": 16})

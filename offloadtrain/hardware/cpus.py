@@ -113,6 +113,22 @@ def _core_of(cpu: int, sysfs: Path) -> object:
     return package.read_text().strip(), core.read_text().strip()
 
 
+def cache_bytes(sysfs: Path = SYSFS) -> int:
+    """Return the bytes of the largest caches of the CPUs that this process may use, those of every
+    chiplet added up; 0: not reported."""
+    caches: dict[tuple[int, str], int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for folder in sysfs.glob(f"devices/system/cpu/cpu{cpu}/cache/index[0-9]*"):
+            level, shared, size = (
+                file.read_text().strip() if (file := folder / name).exists() else ""
+                for name in ("level", "shared_cpu_list", "size")
+            )
+            if level.isdecimal() and size.removesuffix("K").isdecimal():
+                caches[int(level), shared] = int(size.removesuffix("K")) << 10
+    last = max((level for level, _ in caches), default=0)
+    return sum(size for (level, _), size in caches.items() if level == last)
+
+
 def gpu_node(address: str | None, sysfs: Path) -> int | None:
     """Return the NUMA node of a GPU by PCI address; None: not reported, as on most machines with
     one node."""

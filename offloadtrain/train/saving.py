@@ -84,6 +84,7 @@ class Saving:
         val_tokens = context.val_tokens
         self._held_out = None if val_tokens is None else val_tokens.header.content
         self.untrained = Untrained(context.model.module, context.optimizer)
+        self._first_untrained = self.untrained.versions()
         self.saved_untrained: Versions = {}
         """Versions of untrained tensors in the newest checkpoint."""
         self._begun_untrained: Versions = {}
@@ -172,6 +173,7 @@ class Saving:
         else:  # a new rank: numbers that no other rank draws
             seed_all(self._config.train.seed + replica + source.step * ranks.size)
         self._saved_step, self.saved_untrained = source.step, self.untrained.versions()
+        self._first_untrained = self.saved_untrained
         return Progress(**state["progress"])
 
     def roll_back(self, spike: str, progress: Progress) -> None:
@@ -349,6 +351,7 @@ class Saving:
         self.finish(progress)
         self._log.doing("saving a checkpoint")
         began_s = time.perf_counter()
+        versions, first = self.untrained.versions(), self._first_untrained
         self._writing = save.Save(
             self.folder,
             progress.step,
@@ -356,8 +359,9 @@ class Saving:
             self._context.optimizer,
             self._state(progress, at),
             ranks=self._context.ranks,
+            changing=[name for name, version in versions.items() if version != first[name]],
         )
-        self._saved_step, self._begun_untrained = progress.step, self.untrained.versions()
+        self._saved_step, self._begun_untrained = progress.step, versions
         progress.seconds += time.perf_counter() - began_s
 
     def _commit(self, progress: Progress) -> None:

@@ -13,6 +13,7 @@ from offloadtrain.cli.doctor import checks, examine, measure
 from offloadtrain.cli.doctor.checks import Check, DriveRates, Status
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.nvml import link_gbps
+from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS, ITEMSIZE
 from tests.small_buffers import small_doctor
 
 GIB = 1 << 30
@@ -229,9 +230,23 @@ def test_figures_of_the_measurements() -> None:
     assert measure.fit(2048, narrow, 8192, wide) == pytest.approx(half)
     assert measure.fit(2048, 2.0, 8192, 1.0) == 0.0
     assert measure.fit(128, 1.0, 1024, 9.0) == 1024.0
-    assert measure.fitting(16 << 20, 64 * GIB) == 16 << 20
-    assert measure.fitting(16 << 20, GIB) == 4 << 20
-    assert measure.fitting(16 << 20, 0) == measure.LEAST_PARAMS
+    assert measure.fitting(16 << 20, 64 * GIB, 0) == 16 << 20
+    assert measure.fitting(16 << 20, GIB, 0) == 4 << 20
+    assert measure.fitting(16 << 20, 0, 300 << 20) == measure.LEAST_PARAMS
+
+
+def test_buffers_are_larger_than_the_caches() -> None:
+    """Those of int8, the narrowest state, are four times as large, within memory and seconds."""
+    narrow = FORMATS["int8"].fields(ADAM_MOMENTS)
+    state_bytes = sum(f.numel(1 << 10) * ITEMSIZE[f.dtype or "bfloat16"] for f in narrow) / 1024
+    int8 = state_bytes + 2
+    assert measure.INT8_BYTES <= int8
+    for cache in (32 << 20, 300 << 20):
+        numel = measure.fitting(16 << 20, 64 * GIB, cache)
+        assert 4 * cache <= int8 * numel <= 4.3 * cache and numel % 1024 == 0
+    assert measure.fitting(64 << 20, 64 * GIB, 32 << 20) == 64 << 20, "they are larger already"
+    assert measure.fitting(16 << 20, 256 * GIB, 2 * GIB) == measure.MOST_PARAMS
+    assert measure.fitting(16 << 20, 16 * GIB, 300 << 20) == 43 << 20, "a quarter of memory"
 
 
 def test_a_disk_is_measured_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

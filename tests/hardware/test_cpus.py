@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
-from offloadtrain.hardware.cpus import plan
+from offloadtrain.hardware.cpus import cache_bytes, plan
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.train.build import _threads
 from offloadtrain.train.run_folder import ResumedSettings
@@ -39,6 +40,20 @@ def machine(root: Path, nodes: int, cores: int, threads: int) -> Path:
 def write(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{value}\n")
+
+
+def test_caches_of_all_chiplets_count_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only of CPUs that this process may use, and of the last level."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    assert cache_bytes(tmp_path) == 0
+    for cpu in range(6):
+        folder = tmp_path / f"devices/system/cpu/cpu{cpu}/cache"
+        chiplet = f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}"
+        for index, level, size, shared in ((0, 1, "32K", cpu), (3, 3, "98304K", chiplet)):
+            write(folder / f"index{index}/level", level)
+            write(folder / f"index{index}/size", size)
+            write(folder / f"index{index}/shared_cpu_list", shared)
+    assert cache_bytes(tmp_path) == 2 * 96 << 20
 
 
 def test_one_rank_has_a_thread_per_physical_core_but_one(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import torch
 import xxhash
 
 from offloadtrain.cli.main import main
+from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.hardware import direct_io
 from offloadtrain.hardware.direct_io import BLOCK, DirectFile, aligned_buffer
 from offloadtrain.runtime.lanes import Lane
@@ -37,7 +38,7 @@ from offloadtrain.train.checkpoint.manifest import (
 )
 from offloadtrain.train.checkpoint.reader import Piece, Target, scatter
 from offloadtrain.train.checkpoint.restore import restore
-from offloadtrain.train.checkpoint.save import Part, TensorWriter, save
+from offloadtrain.train.checkpoint.save import Part, Save, TensorWriter, save
 from tests.runtime.fake_cuda import installed
 from tests.train.faulty_os import FaultyOs, fail_with, through
 from tests.train.toy_state import ToyModel, ToyState, filled, same
@@ -50,6 +51,34 @@ def save_steps(folder: Path, *steps: int, **options: Any) -> None:
 
 def never_damaged(path: Path, damage: DamagedCheckpointError) -> None:
     raise AssertionError(f"{path}: {damage}")
+
+
+class LateState(ToyState):
+    """Writes when it is waited for, as the lane of writes may."""
+
+    def write_state(self, writer: StateWriter) -> None:
+        self.writer = writer
+
+    def finish_writing(self) -> None:
+        super().write_state(self.writer)
+
+
+def test_a_frozen_parameter_that_changes_meanwhile_is_never_half_saved(tmp_path: Path) -> None:
+    model, _ = filled(7)
+    before = model.frozen.weight.detach().clone()
+    torn = Save(tmp_path, 7, model, LateState(model), {})
+    torch.nn.init.constant_(model.frozen.weight, 0.0)
+    with pytest.raises(CheckpointError, match=r"7 was not saved: .*'frozen.weight', which is not"):
+        torn.commit()
+    assert [*tmp_path.iterdir()] == []
+    torch.nn.init.constant_(model.frozen.weight, 7.5)
+    whole = Save(tmp_path, 8, model, LateState(model), {}, changing=["frozen.weight"])
+    torch.nn.init.constant_(model.frozen.weight, 0.0)
+    whole.commit()
+    newest = checkpoint.newest_good(tmp_path, never_damaged)
+    assert newest is not None
+    restore(newest, model, ToyState(model))
+    assert torch.equal(model.frozen.weight, before)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:

@@ -41,8 +41,10 @@ from offloadtrain.train.build import (
     open_tokens,
     tracer_of,
 )
+from offloadtrain.train.checkpoint.save import Save
 from offloadtrain.train.dry_run import laid_out
 from offloadtrain.train.trained_model import evaluate, open_model, open_saved
+from offloadtrain.train.trainer import Trainer
 from tests.data import tiny
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text
@@ -51,6 +53,7 @@ pytestmark = pytest.mark.filterwarnings(  # a name that PEFT uses of transformer
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
+NORM = "base_model.model.model.norm.weight"
 LORA = 'model.lora={r = 4, alpha = 8, target_modules = ["q_proj", "v_proj"]}'
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -493,6 +496,32 @@ def test_a_resumed_run_has_the_same_bits_from_a_moved_folder(
     longer = hf_job_of(tmp_path, "elsewhere", *overrides, "train.steps=5")
     with pytest.raises(ConfigError, match=r"is of another model: its config.json is not that of"):
         run(longer, tmp_path / "parts", resume=str(tmp_path / "parts"))
+
+
+def test_a_frozen_parameter_that_steps_change_is_saved_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between_steps, begin = Trainer._between_steps, Save.__init__
+    changing: list[list[str]] = []
+
+    def halve(trainer: Trainer) -> None:
+        param = trainer._context.model.module.get_parameter(NORM)
+        assert not param.requires_grad
+        with torch.no_grad():
+            param.mul_(0.5)
+        between_steps(trainer)
+
+    def record(writing: Save, *arguments: Any, **options: Any) -> None:
+        changing.append(list(options["changing"]))
+        begin(writing, *arguments, **options)
+
+    assert run(job := hf_job_of(tmp_path, "llama", LORA), tmp_path / "plain") == 0
+    monkeypatch.setattr(Trainer, "_between_steps", halve)
+    monkeypatch.setattr(Save, "__init__", record)
+    assert run(job, tmp_path / "changed") == 0
+    assert changing and all(names == [NORM] for names in changing)
+    hashes = [tensor_hashes(tmp_path / name, 4) for name in ("plain", "changed")]
+    assert hashes[0] != hashes[1]
 
 
 # ---- what becomes of it

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offloadtrain_tui import memory
+from offloadtrain_tui import memory, this_machine
 from offloadtrain_tui.reading.columns import MOST, LiveMemory
 from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.log_reader import Snapshot
@@ -20,7 +20,9 @@ from offloadtrain_tui.widgets.drawn import FILLS, OWNER_COLORS
 
 from benchmarks.generated_runs import generate
 from offloadtrain.events import schema
+from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.memory_sampler import MemorySampler
+from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.device_memory import AllocatorCounters
 from tests.runtime.fake_allocator import FakeAllocator
 from tests.tui import recordings
@@ -60,6 +62,20 @@ def system(**changed: object) -> schema.System:
 
 def parts(tier: Tier) -> dict[str, int]:
     return {part.owner: part.nbytes for part in tier.parts}
+
+
+def test_without_a_run_the_bar_of_the_host_is_that_of_the_container(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def limits() -> list[cgroup.MemoryLimit]:
+        """Of the container, and of a group in it that is full but for page cache."""
+        sizes = ((512 << 20, 100 << 20), (1 << 30, 90 << 20))
+        return [cgroup.MemoryLimit(Path("memory.max"), *size) for size in sizes]
+
+    monkeypatch.setattr(cgroup, "memory_limits", limits)
+    history = History(0)
+    bar = memory.host(replace(shown(history), machine=this_machine.sample(Nvml())))
+    assert (bar.total, bar.parts[0].nbytes) == (512 << 20, 422 << 20)
 
 
 def test_an_owner_has_one_color_in_all_bars() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import psutil
 
 from offloadtrain.events.schema import GpuProcess, System
+from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.nvml import Nvml
 
 SAMPLE_S = 1.0
@@ -49,12 +50,13 @@ class MachineSampler:
 
 def sample(nvml: Nvml) -> System:
     """Sample the machine, without figures of a process."""
-    memory = psutil.virtual_memory()
+    memory, limits = psutil.virtual_memory(), cgroup.memory_limits()
     return System(
         cpu_percent=psutil.cpu_percent(),
         rss_bytes=0,
-        host_available_bytes=memory.available,
-        host_total_bytes=memory.total,
+        # In a container the machine's memory is more than programs get.
+        host_available_bytes=max(min([memory.available, *(x.free_bytes for x in limits)]), 0),
+        host_total_bytes=min([memory.total, *(limit.num_bytes for limit in limits)]),
         swap_used_bytes=psutil.swap_memory().used,
         gpus=tuple(
             replace(gpu, processes=tuple(map(_with_owner, gpu.processes)))

@@ -28,6 +28,7 @@ from offloadtrain.cli.bench.disk import BOTH, READ, WRITE, drive_cases
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
 from offloadtrain.cli.doctor.checks import FP32_TRAFFIC_BYTES, DriveRates
+from offloadtrain.hardware.cpus import cache_bytes
 from offloadtrain.hardware.direct_io import THREADS, DirectFile
 from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
 from offloadtrain.hardware.host_memory import available_bytes
@@ -47,8 +48,13 @@ HALF_LENGTHS = {"cuda": 1000.0, "cpu": 0.0}
 
 PARAMS = {"cuda": 64 << 20, "cpu": 16 << 20}
 QUICK_PARAMS, LEAST_PARAMS = 8 << 20, 1 << 20
+MOST_PARAMS = 256 << 20
+"""Even where caches are larger: touching 16 GiB takes seconds."""
 BYTES_PER_PARAM = 64
 """Host memory of the Adam buffers, with some margin."""
+INT8_BYTES, CACHES = 7, 4
+"""Bytes per parameter that Adam of the narrowest state touches, and how many times the caches they
+are: a case that is repeated must read memory."""
 
 ACCUMULATE_BYTES = 10
 """Bytes per parameter of an fp32 sum of 16-bit gradients."""
@@ -218,7 +224,8 @@ def device_memory_gbps(device: torch.device) -> float:
 def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
     """Measure (GB/s of DRAM, Gparam/s of each kernel) of all kernel threads, alternating."""
     backend = kernels.backend().name
-    numel = fitting(QUICK_PARAMS if quick else numel, available_bytes())
+    least_bytes = FP32_TRAFFIC_BYTES if quick else INT8_BYTES
+    numel = fitting(QUICK_PARAMS if quick else numel, available_bytes(), cache_bytes(), least_bytes)
     native = backend == "native"
     # only the native kernels run int8 at a useful speed.
     b = allocate(numel, STATES[:1] if quick else STATES if native else STATES[:2])
@@ -279,7 +286,7 @@ def rates_at_once(copies: PinnedCopies, numel: int) -> dict[str, float]:
     """Measure Adam of all kernel threads while copies run both ways, and these copies: medians over
     the rounds, of the copies over all formats."""
     states = STATES if kernels.backend().name == "native" else STATES[:1]
-    b = allocate(fitting(numel, available_bytes()), states)
+    b = allocate(fitting(numel, available_bytes(), cache_bytes()), states)
     rates, ways = {}, (list[float](), list[float]())
     for name in states:
         working = b.working if name == "fp32" else None
@@ -301,10 +308,18 @@ def rates_at_once(copies: PinnedCopies, numel: int) -> dict[str, float]:
     return rates | {"h2d_adam_gbps": up, "d2h_adam_gbps": down}
 
 
-def fitting(numel: int, available: int) -> int:
-    """Halve the size until the buffers take at most a quarter of the available memory."""
+def fitting(numel: int, available: int, cache: int, least_bytes: int = INT8_BYTES) -> int:
+    """Return how many parameters are measured: `numel`, or more where the caches would hold them;
+    halved until the buffers take at most a quarter of the available memory.
+
+    Args:
+        cache: bytes of the caches.
+        least_bytes: bytes per parameter of the case that touches the least.
+    """
+    beyond_caches = -(-CACHES * cache // least_bytes // LEAST_PARAMS) * LEAST_PARAMS
+    numel = max(numel, min(beyond_caches, MOST_PARAMS))
     while numel > LEAST_PARAMS and numel * BYTES_PER_PARAM > available // 4:
-        numel //= 2
+        numel = max(numel // 2, LEAST_PARAMS)
     return numel
 
 

@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -315,10 +315,14 @@ class Save:
         optimizer: OffloadedState,
         state: Mapping[str, Any],
         ranks: Ranks = ALONE,
+        *,
+        changing: Collection[str] = (),
     ) -> None:
         """
         Args:
             state: all state outside tensors, as JSON values; rank 0's is saved.
+            changing: parameters that the optimizer does not hold and steps change: written at once,
+                as buffers are.
 
         Raises:
             CheckpointError: the disk is full or failing. The partial checkpoint is removed.
@@ -335,7 +339,9 @@ class Save:
         self._file = f"rank-{ranks.rank:03d}.bin"
         self._regions, extra = lay_out_state(self._file, model, optimizer)
         params = dict(model.named_parameters())
-        self._frozen = {name: tensor for name, tensor in extra.items() if name in params}
+        steady = params.keys() - changing
+        self._frozen = {name: tensor for name, tensor in extra.items() if name in steady}
+        self._versions = {name: tensor._version for name, tensor in self._frozen.items()}
         self._writer: TensorWriter | None = None
         try:
             with checkpoint.together(ranks, self._failure):
@@ -346,7 +352,7 @@ class Save:
             with checkpoint.together(ranks, self._failure):
                 require_space(folder, size_of(self._regions), ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
-            self._write_others({name: x for name, x in extra.items() if name not in params})
+            self._write_others({name: x for name, x in extra.items() if name not in steady})
             optimizer.write_state(self)
         except BaseException:
             self.give_up()
@@ -382,14 +388,16 @@ class Save:
 
         Raises:
             NotFiniteError: a weight is not finite.
-            CheckpointError: the disk is full or failing, or the step was saved before. In all cases
-                the partial checkpoint is removed, and older ones are untouched.
+            CheckpointError: the disk is full or failing, the step was saved before, or a frozen
+                parameter was changed meanwhile. In all cases the partial checkpoint is removed, and
+                older ones are untouched.
         """
         assert self._writer is not None
         # This rank's part is on the disk, or has failed; the exchange below says so of all.
         self._optimizer.finish_writing()
         try:
             with checkpoint.together(self._ranks, self._failure):
+                self._require_unchanged()
                 entries = self._writer.entries()
             own_entries = [encoded_entry(entry) for entry in entries]
             of_ranks = self._ranks.gather(
@@ -408,6 +416,16 @@ class Save:
         num_bytes = sum(size for _, size, _, _ in of_ranks)
         direct, seconds = all(row[3] for row in of_ranks), time.perf_counter() - self._started
         return Saved(self._final, num_bytes, seconds, direct)
+
+    def _require_unchanged(self) -> None:
+        """Raises CheckpointError if what the optimizer does not wait for may be of two steps."""
+        for name, tensor in self._frozen.items():
+            if tensor._version != self._versions[name]:
+                raise CheckpointError(
+                    f"{self._final.name} was not saved: parameter '{name}', which is not trained, "
+                    "was changed while it was written. Later checkpoints write it before training "
+                    f"goes on. {older_ones(self._final.parent)}"
+                )
 
     def _publish(self, sizes: Mapping[str, int], entries: Sequence[Entry]) -> None:
         """Write state and manifest, and rename the folder."""

@@ -203,7 +203,7 @@ class NormMeasure:
     def _local(self) -> Tensor:
         """Return this rank's sum of each parameter, (n,) fp64 on the host."""
         # The program's last operations have waited for them.
-        gradients = (self._program.buckets[bucket.name].gradient for bucket in self.buckets)
+        gradients = (self._program.buckets[bucket.spec.name].gradient for bucket in self.buckets)
         tiers = [gradient.measured_on for gradient in gradients]
         if len(set(tiers)) == 1:
             return self._of_tier[_measured(tiers[0])]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
@@ -144,7 +145,7 @@ class Emergency:
             DeviceFailedError, CheckpointError: one has no known value on the host.
         """
         untrained, saved = self._saving.untrained, self._saving.saved_untrained
-        lost = {name for name, tensor in untrained if tensor.device.type != "cpu"}
+        lost = {name for name, tensor in untrained if on_device(tensor)}
         for name, version in untrained.versions().items():
             if name in lost and saved.get(name) != version:
                 why = "has changed since the last checkpoint" if saved else "is in no checkpoint"
@@ -176,6 +177,11 @@ def device_failure(error: BaseException) -> BaseException | None:
         # What it was raised from, or while handling.
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Tell whether a tensor is lost with the device."""
+    return tensor.device.type != "cpu"
 
 
 def _smaller(config: Config) -> list[str]:

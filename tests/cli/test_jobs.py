@@ -85,7 +85,7 @@ def test_dry_run_prints_the_resolved_job_and_what_it_needs(
 def test_a_division_without_its_ranks_is_refused_before_torch_is_loaded(
     table: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "guarded", None)  # what comes next
+    monkeypatch.setattr(train, "run_job", None)  # what comes next
     changed = ["model.num_layers=4", "model.num_experts=4", "model.router_aux_loss_coef=0"]
     divided = [*changed, "model.tie_embeddings=false", "train.sample_tokens=0"]
     assert main(["train", "debug", "--set", *divided, f"ranks.{table}"]) == 2

@@ -26,13 +26,13 @@ from offloadtrain.runtime.kernels.codec import (
 )
 from offloadtrain.runtime.kernels.formats import CODECS, draw_bits
 from offloadtrain.runtime.kernels.scalars import (
-    AdagradCoefficients,
-    AdamCoefficients,
+    AdagradScalars,
+    AdamScalars,
     BlendScalars,
-    LionCoefficients,
-    MomentumCoefficients,
+    LionScalars,
+    MomentumScalars,
     Scalars,
-    SgdCoefficients,
+    SgdScalars,
     fp32,
     random_key,
 )
@@ -61,9 +61,8 @@ def update(
     scalars: Scalars,
 ) -> None:
     """See `kernels.update`."""
-    c = scalars.coefficients()
     if isinstance(state, Fp32State):
-        _update_fp32(state, out, grad, working, c)
+        _update_fp32(state, out, grad, working, scalars)
         return
     assert layout is not None
     codec = CODECS[state.format.name]
@@ -71,7 +70,7 @@ def update(
         for lo, hi in pieces(numel, first):
             key, elements = scalars.key(parameter, first + lo), (first + lo, first + hi)
             piece = (offset + lo, offset + hi)
-            new = step(to_fp32(_at(state, *piece)), grad[slice(*piece)], c)
+            new = step(to_fp32(_at(state, *piece)), grad[slice(*piece)], scalars)
             codec.store(_at(out, *piece), new, partial(draw_bits, key, elements, grad.device))
 
 
@@ -79,17 +78,18 @@ def blend(
     state: State, grad: Tensor, target: Tensor, layout: Layout, scalars: BlendScalars
 ) -> None:
     """See `kernels.blend`."""
-    c, codec = scalars.coefficients(), CODECS[state.format.name]
+    scale, weight, ahead_weight, towards_grad, towards_average, nesterov = scalars.coefficients()
+    codec = CODECS[state.format.name]
     # In ascending order: `target` may lie in the front of the gradient's memory, so that what is
     # written was read before.
     for offset, numel, parameter, first in layout.rows():
         for lo, hi in pieces(numel, first):
             piece = slice(offset + lo, offset + hi)
             part = _at(state, piece.start, piece.stop)
-            g, (master, old) = grad[piece].float() * c.grad_scale, to_fp32(part)
-            average = fma(g - old, c.weight, g if c.towards_grad else old)
-            ahead = fma(average - g, c.nesterov_weight, average if c.towards_average else g)
-            target[piece] = ahead if c.nesterov else average
+            g, (master, old) = grad[piece].float() * scale, to_fp32(part)
+            average = fma(g - old, weight, g if towards_grad else old)
+            ahead = fma(average - g, ahead_weight, average if towards_average else g)
+            target[piece] = ahead if nesterov else average
             key = random_key(scalars.seed, scalars.step, parameter, first + lo)
             elements = (first + lo, first + hi)
             codec.store(part, (master, average), partial(draw_bits, key, elements, grad.device))
@@ -135,63 +135,64 @@ def _at(state: State, lo: int, hi: int) -> State:
 
 
 def _update_fp32(
-    state: Fp32State, out: State, grad: Tensor, working: Tensor | None, c: tuple[float, ...]
+    state: Fp32State, out: State, grad: Tensor, working: Tensor | None, scalars: Scalars
 ) -> None:
     for lo, hi in pieces(grad.numel()):
-        new = step(_at(state, lo, hi), grad[lo:hi], c)
+        new = step(_at(state, lo, hi), grad[lo:hi], scalars)
         for target, value in zip(out, new, strict=True):
             target[lo:hi] = value
         if working is not None:
             working[lo:hi] = new[0]
 
 
-def step(values: Sequence[Tensor], grad: Tensor, c: tuple[float, ...]) -> tuple[Tensor, ...]:
-    """One step of the rule whose coefficients these are: (n,) fp32 master and moments, in new
-    memory."""
-    return _STEPS[type(c)](c, grad.float() * c[0], *values)
+def step(values: Sequence[Tensor], grad: Tensor, scalars: Scalars) -> tuple[Tensor, ...]:
+    """One step of a rule: (n,) fp32 master and moments, in new memory."""
+    scale, *rest = scalars.coefficients()
+    return _STEPS[type(scalars)](rest, grad.float() * scale, *values)
 
 
 def _adam(
-    c: AdamCoefficients, g: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
+    c: Sequence[float], g: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
 ) -> tuple[Tensor, ...]:
-    g = _decayed(g, master, c.l2)
-    m = fma(g - exp_avg, c.exp_avg_weight, g if c.towards_grad else exp_avg)
-    v = fma(g * c.exp_avg_sq_weight, g, exp_avg_sq * c.beta2)
-    step = (m * c.negative_step_size) / (_root(v) / c.bias_correction2_sqrt + c.eps)
-    return master * c.decay + step, m, v
+    decay, l2, weight, towards_grad, beta2, weight_sq, step_size, correction, eps = c
+    g = _decayed(g, master, l2)
+    m = fma(g - exp_avg, weight, g if towards_grad else exp_avg)
+    v = fma(g * weight_sq, g, exp_avg_sq * beta2)
+    return master * decay + (m * step_size) / (_root(v) / correction + eps), m, v
 
 
-def _lion(c: LionCoefficients, g: Tensor, master: Tensor, exp_avg: Tensor) -> tuple[Tensor, ...]:
-    towards = fma(g, c.weight1, exp_avg * c.beta1)
-    new = master * c.decay + towards.sign() * c.negative_lr
-    return new, fma(g, c.weight2, exp_avg * c.beta2)
+def _lion(c: Sequence[float], g: Tensor, master: Tensor, exp_avg: Tensor) -> tuple[Tensor, ...]:
+    decay, beta1, weight1, beta2, weight2, negative_lr = c
+    towards = fma(g, weight1, exp_avg * beta1)
+    return master * decay + towards.sign() * negative_lr, fma(g, weight2, exp_avg * beta2)
 
 
-def _sgd(c: SgdCoefficients, g: Tensor, master: Tensor) -> tuple[Tensor, ...]:
-    return (fma(_decayed(g, master, c.l2), c.negative_lr, master),)
+def _sgd(c: Sequence[float], g: Tensor, master: Tensor) -> tuple[Tensor, ...]:
+    l2, negative_lr = c
+    return (fma(_decayed(g, master, l2), negative_lr, master),)
 
 
-def _momentum(
-    c: MomentumCoefficients, g: Tensor, master: Tensor, buffer: Tensor
-) -> tuple[Tensor, ...]:
-    g = _decayed(g, master, c.l2)
-    m = g if c.first else fma(g, c.weight, buffer * c.momentum)
-    u = fma(m, c.momentum, g) if c.nesterov else m
-    return fma(u, c.negative_lr, master), m
+def _momentum(c: Sequence[float], g: Tensor, master: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
+    l2, negative_lr, momentum, weight, first, nesterov = c
+    g = _decayed(g, master, l2)
+    m = g if first else fma(g, weight, buffer * momentum)
+    u = fma(m, momentum, g) if nesterov else m
+    return fma(u, negative_lr, master), m
 
 
-def _adagrad(c: AdagradCoefficients, g: Tensor, master: Tensor, sum: Tensor) -> tuple[Tensor, ...]:
-    g = _decayed(g, master, c.l2)
+def _adagrad(c: Sequence[float], g: Tensor, master: Tensor, sum: Tensor) -> tuple[Tensor, ...]:
+    l2, lr, eps = c
+    g = _decayed(g, master, l2)
     total = fma(g, g, sum)
-    return master - (g * c.lr) / (_root(total) + c.eps), total
+    return master - (g * lr) / (_root(total) + eps), total
 
 
 _STEPS: dict[type, Callable[..., tuple[Tensor, ...]]] = {
-    AdamCoefficients: _adam,
-    LionCoefficients: _lion,
-    SgdCoefficients: _sgd,
-    MomentumCoefficients: _momentum,
-    AdagradCoefficients: _adagrad,
+    AdamScalars: _adam,
+    LionScalars: _lion,
+    SgdScalars: _sgd,
+    MomentumScalars: _momentum,
+    AdagradScalars: _adagrad,
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.costs import Costs
-from offloadtrain.plan.costs.device_time import Seconds
+from offloadtrain.plan.costs.device_time import NOTHING, Seconds
 from offloadtrain.plan.costs.disk import MICRO_STEPS, DiskLoad
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.layout.step_spec import StepSpec
@@ -105,10 +105,7 @@ def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
     Raises:
         MachineError: as `predict`.
     """
-    computed = Costs(placed, machine).computed.values()
-    return Seconds(
-        sum(block.forward for block in computed), sum(block.backward for block in computed)
-    )
+    return sum(Costs(placed, machine).computed.values(), NOTHING)
 
 
 _LAYERS, _FEW_LAYERS = 14, (8, 12)

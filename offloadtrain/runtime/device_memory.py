@@ -96,14 +96,14 @@ class Bandwidth:
     d2h_gbps: float
 
 
-def bandwidth(device: torch.device, nbytes: int = COPY_BYTES) -> Bandwidth:
+def bandwidth(device: torch.device) -> Bandwidth:
     """Measure the best of a few copies each way, with page-locked memory if there is a GPU."""
     on_gpu = device.type == "cuda"
-    host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
-    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    host = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+    there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     up = min(_copy_s(host, there) for _ in range(ROUNDS))
     down = min(_copy_s(there, host) for _ in range(ROUNDS))
-    return Bandwidth(nbytes / up / 1e9, nbytes / down / 1e9)
+    return Bandwidth(COPY_BYTES / up / 1e9, COPY_BYTES / down / 1e9)
 
 
 def _copy_s(source: Tensor, target: Tensor) -> float:

@@ -20,7 +20,13 @@ from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.baselines.published import Run, Software, pcie, step_times
 from offloadtrain.plan.costs.costs import KERNELS
-from offloadtrain.plan.costs.device_time import Kernels, Seconds, block_seconds, head_seconds
+from offloadtrain.plan.costs.device_time import (
+    NOTHING,
+    Kernels,
+    Seconds,
+    block_seconds,
+    head_seconds,
+)
 
 DEEPSPEED, ZERO3 = "DeepSpeed ZeRO-2 offload", "DeepSpeed ZeRO-3 offload"
 FSDP2, TORCHAO = "FSDP2 CPU offload", "torchao"
@@ -272,20 +278,17 @@ def _work(cell: Mapping[str, Any], machine: Machine) -> Work:
     kernels = KERNELS if cell["kernels"] == "shipped" else Kernels(**cell["kernels"])
     where = cell["sequences"] * cell["seq_len"], machine, cell["precision"], kernels
     block = block_seconds(shape, cell["seq_len"], *where)
-    params, head = cell.get("params"), Seconds(0.0, 0.0)
+    params, head = cell.get("params"), NOTHING
     if params is None:
         params, head = num_params(shape), head_seconds(shape, *where)
-    layers, again = shape.num_layers, cell["recompute"] * block.forward
+    again = Seconds(0.0, cell["recompute"] * block.forward)
     return Work(
         shape=shape,
         params=params,
-        largest_block=params // layers,
+        largest_block=params // shape.num_layers,
         outside=0,
         activation_bytes=0,
-        compute=Seconds(
-            layers * block.forward + head.forward,
-            layers * (block.backward + again) + head.backward,
-        ),
+        compute=(block + again) * shape.num_layers + head,
         micro_steps=cell.get("micro_steps", 1),
         clips=cell.get("clips", False),
         frees_gradients=cell.get("frees_gradients", True),

@@ -219,15 +219,15 @@ def too_large_for(run: Run, machine: Machine, software: Software) -> str:
 
 def step_times(run: Run, machine: Machine, software: Software) -> Times:
     """Seconds of one step, from the machine's rates."""
-    forward, backward = _compute(run, machine, software)
-    transfers = _transfers(run, machine, backward)
+    microbatch = _compute(run, machine, software)
+    computed = microbatch * run.micro_steps
+    transfers = _transfers(run, machine, microbatch.backward)
     gradients, optimizer = _update(run, machine, software)
     if run.dpu:
-        overlapped = run.micro_steps * (forward + backward) + transfers
-        optimizer = max(0.0, optimizer - overlapped)
+        optimizer = max(0.0, optimizer - (computed.forward + computed.backward + transfers))
     return Times(
-        forward=run.micro_steps * forward,
-        backward=run.micro_steps * backward,
+        forward=computed.forward,
+        backward=computed.backward,
         transfers=transfers,
         gradients=gradients,
         optimizer=optimizer,
@@ -244,20 +244,17 @@ def compute_seconds(
     tokens = micro_batch * shape.max_seq_len
     block = block_seconds(shape, shape.max_seq_len, tokens, machine, "fp16", kernels)
     head = head_seconds(shape, tokens, machine, "fp16", kernels)
-    again = block.forward if recompute else 0.0
-    return Seconds(
-        shape.num_layers * block.forward + head.forward,
-        shape.num_layers * (block.backward + again) + head.backward,
-    )
+    again = Seconds(0.0, block.forward if recompute else 0.0)
+    return (block + again) * shape.num_layers + head
 
 
-def _compute(run: Run, machine: Machine, software: Software) -> tuple[float, float]:
-    """Forward and backward of one microbatch; backward has the recompute."""
+def _compute(run: Run, machine: Machine, software: Software) -> Seconds:
+    """Seconds of one microbatch; backward has the recompute."""
     kernels = replace(run.kernels, split=run.mp)
     computed = run.computed or compute_seconds(
         run.shape, run.micro_batch, machine, kernels, recompute=run.recompute
     )
-    return computed.forward / software.compute_share, computed.backward / software.compute_share
+    return computed * (1 / software.compute_share)
 
 
 def _sums_on_host(run: Run) -> bool:

@@ -60,7 +60,7 @@ class AmongParts:
 
     @property
     def sum_s(self) -> float:
-        return self._seconds(self.sum_bytes)
+        return self._sent_s(self.sum_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -75,21 +75,16 @@ class AmongParts:
         """Return the seconds of a block on a rank, with those of the sums over the parts."""
         summed_s = self.sums_of_layer * self.sum_s if block.repeated else 0.0
         again_s = self.sum_s if block.recomputed else 0.0
-        return Seconds(alone.forward + summed_s, alone.backward + summed_s + again_s)
+        return alone + Seconds(summed_s, summed_s + again_s)
 
     def gather_s(self, nbytes: int) -> float:
         """Return the seconds in which the parts of a tensor of so many bytes are gathered."""
-        return self._seconds(_of_others(nbytes, self.count))
+        return self._sent_s(_of_others(nbytes, self.count))
 
-    def _seconds(self, sent: int) -> float:
-        """Return the time of what a rank sends: inside a host, or over the links of hosts, which
-        other ranks use at the same time, where it has fewer GPUs than there are parts."""
-        if not sent:
-            return 0.0
-        inside = sent / (self.machine.gpu_link_gbps * 1e9)
-        if self.count <= self.machine.gpus:
-            return inside
-        return max(inside, sent / (self.machine.node_link_gbps * 1e9))
+    def _sent_s(self, sent: int) -> float:
+        """Return the time of what a rank sends; other ranks use the links of hosts at the same
+        time, where a host has fewer GPUs than there are parts."""
+        return links_s(self.machine, sent, sent if self.count > self.machine.gpus else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +122,11 @@ class AmongExperts:
     def exchange_s(self) -> float:
         """The time of one all-to-all: inside a host, and over its link what leaves it, which all
         its ranks send at once."""
-        if self.count == 1:
-            return 0.0
-        machine = self.machine
-        inside = _of_others(self.row_bytes, self.count) / (machine.gpu_link_gbps * 1e9)
-        if self.hosts == 1:
-            return inside
-        on_host = max(min(self.count, machine.gpus // self._apart), 1)  # of one group on one host
-        leaving = machine.gpus * self.row_bytes * (self.count - on_host) / self.count
-        return max(inside, leaving / (machine.node_link_gbps * 1e9))
+        gpus = self.machine.gpus
+        on_host = max(min(self.count, gpus // self._apart), 1)  # of one group on one host
+        leaving = gpus * self.row_bytes * (self.count - on_host) / self.count
+        sent = _of_others(self.row_bytes, self.count)
+        return links_s(self.machine, sent, leaving if self.hosts > 1 else 0)
 
     @property
     def hosts(self) -> int:
@@ -186,15 +177,22 @@ class AmongCopies:
     def sum_s(self, nbytes: int) -> float:
         """Return the time of an all-reduce of one shard: among the GPUs of a host, or over the link
         of each host, which the shards on it share."""
-        copies, hosts, machine = self.spec.copies, self.hosts, self.machine
-        if copies == 1:
-            return 0.0
-        inside = 2 * nbytes * (copies - 1) / copies / (machine.gpu_link_gbps * 1e9)
-        if hosts == 1:
-            return inside
-        shards = min(self.spec.ranks * self.parts, machine.gpus)
+        copies, hosts = self.spec.copies, self.hosts
+        shards = min(self.spec.ranks * self.parts, self.machine.gpus)
         across = 2 * nbytes * shards * (hosts - 1) / hosts
-        return max(inside, across / (machine.node_link_gbps * 1e9))
+        return links_s(self.machine, 2 * nbytes * (copies - 1) / copies, across)
+
+
+def links_s(machine: Machine, sent: float, leaving: float) -> float:
+    """Return the seconds of an exchange: over the links inside a host and, at the same time, over
+    the link that leaves it.
+
+    Args:
+        sent: bytes of one rank.
+        leaving: bytes of all ranks of a host to other hosts.
+    """
+    inside_s = sent / (1e9 * machine.gpu_link_gbps) if sent else 0.0
+    return max(inside_s, leaving / (1e9 * machine.node_link_gbps)) if leaving else inside_s
 
 
 def _of_others(nbytes: int, count: int) -> int:

@@ -44,8 +44,15 @@ from offloadtrain.config.model_shape import (
     flops_per_token,
 )
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
+from offloadtrain.plan.costs.among_ranks import (
+    AmongCopies,
+    AmongExperts,
+    AmongParts,
+    links_s,
+    most_hosts,
+)
 from offloadtrain.plan.costs.device_time import (
+    NOTHING,
     STRIDED,
     Kernels,
     Level,
@@ -187,9 +194,7 @@ class Costs:
             # embedding's. In the first block: a simulation of fewer layers lacks the last ones.
             first = self.spec.blocks[0].name
             for name in [name for name in traced.blocks if name not in times]:
-                rest, before = traced_seconds(traced.blocks[name], *where, KERNELS), times[first]
-                forward, backward = before.forward + rest.forward, before.backward + rest.backward
-                times[first] = Seconds(forward, backward)
+                times[first] += traced_seconds(traced.blocks[name], *where, KERNELS)
             return by_reading(self.spec.blocks, times)
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         compiled = self.placed.config.offload.compile_blocks
@@ -198,9 +203,9 @@ class Costs:
         split = replace(kernels, split=self.parts.count)
         alone = block_seconds(model, seq_len, *where, split)
         exchanged_s = self.parts.sums_of_layer * self.parts.sum_s + 2 * self.experts.exchange_s
-        layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
+        layer = alone + Seconds(exchanged_s, exchanged_s)
         eager = kernels_of(model, compiled=False)  # whole on every rank
-        head = head_seconds(model, *where, eager) if self._has_head else Seconds(0.0, 0.0)
+        head = head_seconds(model, *where, eager) if self._has_head else NOTHING
         # A compiled forward runs again as a whole: its graph is one node. A budget divides it.
         if compiled and self.placed.config.offload.activations.mode != "selective":
             shorter = alone.forward
@@ -209,14 +214,15 @@ class Costs:
             shorter = again_seconds(model, seq_len, *where, split, selects=selects)
             shorter *= self._share_again if compiled else 1.0
         again_s = shorter + self.parts.sum_s + 2 * self.experts.exchange_s
-        last, by_block = self.spec.blocks[-1].name, {}
+        last, by_block = self.spec.blocks[-1].name, dict[str, Seconds]()
         for block in self.spec.blocks:
             # one layer, whose modules are blocks: its time counts in the last one
-            layers = block.repeated or (block.name == last and not self.placed.repeated)
-            forward = layers * layer.forward + (block.name == last) * head.forward
-            again = again_s if block.recomputed else 0.0
-            backward = layers * layer.backward + (block.name == last) * head.backward
-            by_block[block.name] = Seconds(forward, backward + again)
+            computes = block.repeated or (block.name == last and not self.placed.repeated)
+            by_block[block.name] = layer if computes else NOTHING
+            if block.name == last:
+                by_block[last] += head
+            if block.recomputed:
+                by_block[block.name] += Seconds(0.0, again_s)
         return by_reading(self.spec.blocks, by_block)
 
     def launch_s(self, of_program: float) -> float:
@@ -323,13 +329,10 @@ class Costs:
         among the GPUs of a host, or over the links of each host, shared by its GPUs. At once with
         theirs are the rings of those that hold other experts."""
         machine, groups = self.machine, self.spec.ranks // ranks
-        inside = nbytes * (ranks - 1) / ranks / (machine.gpu_link_gbps * 1e9)
         nodes = most_hosts(self.spec.ranks * self.parts.count, self.spec.copies, machine.gpus)
         nodes = min(nodes, ranks)
-        if nodes == 1:
-            return inside
         leaving = nbytes * min(groups, machine.gpus) * (nodes - 1) / nodes
-        return max(inside, leaving / (machine.node_link_gbps * 1e9))
+        return links_s(machine, nbytes * (ranks - 1) / ranks, leaving)
 
     def bus(self, alone_gbps: float) -> float:
         """Return one rank's bandwidth between host and device."""
@@ -481,14 +484,13 @@ class Costs:
         way, and of Adam on the host. Where a norm has to be known first, Adam of all blocks is
         between backward and the last block's forward."""
         spec, machine = self.spec, self.machine
-        forward_s = sum(block.forward for block in self.computed.values())
-        backward_s = sum(block.backward for block in self.computed.values())
-        compute_s = spec.config.grad_accum_steps * (forward_s + backward_s)
+        computed = sum(self.computed.values(), NOTHING)
+        compute_s = spec.config.grad_accum_steps * (computed.forward + computed.backward)
         down, up, _ = self.moved_bytes
         bus_s = max(down / self.bus(machine.d2h_gbps), up / self.bus(machine.h2d_gbps))
         on_host = spec.buckets_on(Tier.HOST)
         adam_s = sum(bucket.shard_numel / self._adam_rate(bucket) for bucket in on_host)
-        between_s = 0.0 if self._updates_in_backward else compute_s - forward_s + adam_s
+        between_s = 0.0 if self._updates_in_backward else compute_s - computed.forward + adam_s
         return max(compute_s, bus_s, adam_s, between_s)
 
     def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:

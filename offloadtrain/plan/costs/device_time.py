@@ -89,6 +89,15 @@ class Seconds:
     forward: float
     backward: float
 
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: float) -> Seconds:
+        return Seconds(self.forward * times, self.backward * times)
+
+
+NOTHING = Seconds(0.0, 0.0)
+
 
 def half_width(tflops: float, hbm_gbps: float) -> float:
     """Return `Machine.half_width` of a GPU, as fitted to whole programs (docs/validation.md): a
@@ -417,9 +426,8 @@ class _Block:
 def by_reading(blocks: Sequence[BlockSpec], times_of: Mapping[str, Seconds]) -> dict[str, Seconds]:
     """Return what each reading takes, by its owner. What the last block takes, the head's time with
     it, runs after the last reading: a tied head waits for its weights."""
-    nothing, last = Seconds(0.0, 0.0), blocks[-1].name
-    readings = readings_of(blocks)
-    times = {reading.owner: times_of.get(reading.owner, nothing) for reading in readings}
+    last, readings = blocks[-1].name, readings_of(blocks)
+    times = {reading.owner: times_of.get(reading.owner, NOTHING) for reading in readings}
     if (at := readings[-1]).again:
-        times[at.owner], times[last] = times[last], nothing
+        times[at.owner], times[last] = times[last], NOTHING
     return times

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from math import gcd
-from typing import TypeVar
+from math import ceil, gcd
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import Stage
 from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import LossTerms, Transformer
-from offloadtrain.plan.costs.microbatch import Activations, BlockCost, Trace, TracedStep, Work
+from offloadtrain.plan.costs.microbatch import Activations, Trace, TracedStep
 from offloadtrain.plan.layout import empty_transformer
 from offloadtrain.plan.placement import Placement, PlanError
 from offloadtrain.plan.tracing.alike import uniform_runs
@@ -32,8 +32,6 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 
 JobLoss = Callable[[nn.Module, Config], Tensor]
 """The loss of a fake model over a microbatch of this job."""
-
-Kind = TypeVar("Kind", bound=Hashable)
 
 _MOST_TOKENS = 2**17
 """The largest microbatch that is traced, in tokens. Sizes of a larger one are extrapolated from
@@ -75,14 +73,13 @@ class Tracer:
         if _has_budget(config):
             return _with_budget(self, config, partial(self._saved_share, config))
         size = config.train.micro_batch
-        if (
-            config.offload.activations.mode == "offload_saved"
-        ):  # which tensors move depends on the size
-            return self._traced(config, size)
-        if not _FEW < size < self._micro_batch:
+        # Which saved tensors move depends on the size.
+        of_any_size = config.offload.activations.mode == "offload_saved"
+        if of_any_size or not _FEW < size < self._micro_batch:
             return self._traced(config, size)
         small, large = self._traced(config, _FEW), self._traced(config, self._micro_batch)
-        return between(small, large, (size - _FEW) / (self._micro_batch - _FEW))
+        traced: TracedStep = between(small, large, (size - _FEW) / (self._micro_batch - _FEW))
+        return traced
 
     def _saved_share(self, config: Config) -> float:
         options = _options_of_layers(config.offload)
@@ -98,19 +95,7 @@ class Tracer:
         return self._shares[key]
 
     def _traced(self, config: Config, size: int) -> TracedStep:
-        offload = config.offload
-        key = (
-            *(size, config.data.seq_len, config.makes_logits),
-            *(
-                offload.activations.mode,
-                offload.activations.recompute_blocks,
-                offload.activations.policy,
-                offload.activations.offload_saved_above,
-                offload.precision,
-                offload.weights.keep_fp32,
-                offload.activations.cast_inputs,
-            ),
-        )
+        key = size, config.data.seq_len, config.makes_logits, traced_options(config.offload)
         if key not in self._traces:
             self._traces[key] = self._new(
                 replace(config, train=replace(config.train, micro_batch=size))
@@ -164,47 +149,25 @@ def _with_budget(trace: Trace, config: Config, share_of: Callable[[], float]) ->
     offload = config.offload.replace(activation="recompute", activation_budget=None)
     again = trace(replace(config, offload=offload))
     keep = trace(replace(config, offload=offload.replace(activation="keep", recompute_blocks=None)))
-    memory = between(again, keep, share_of())
-    return replace(memory, blocks=between(again, keep, budget).blocks)
+    memory: TracedStep = between(again, keep, share_of())
+    return replace(memory, blocks=between(again.blocks, keep.blocks, budget))
 
 
-def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
-    """Interpolate: `share` 0 is the small one, 1 the large one, and more a still larger one."""
-
-    def mixed(a: float, b: float) -> float:
-        return a + share * (b - a)
-
-    def rounded_up(a: int, b: int) -> int:
-        return -int(-mixed(a, b) // 1)
-
-    of_small, of_large = small.activations, large.activations
-    sizes = {
-        key: rounded_up(getattr(of_small, key), getattr(of_large, key))
-        for key in ("saved", "layer", "logits", "gradients")
-    }
-    return TracedStep(
-        {name: _mixed_cost(small.blocks[name], cost, mixed) for name, cost in large.blocks.items()},
-        Activations(**sizes),
-        tuple(map(rounded_up, small.block_inputs, large.block_inputs)),
-    )
-
-
-def _mixed_cost(
-    small: BlockCost, large: BlockCost, mixed: Callable[[float, float], float]
-) -> BlockCost:
-    def each(a: Mapping[Kind, float], b: Mapping[Kind, float]) -> dict[Kind, float]:
-        return {key: mixed(a.get(key, 0.0), b.get(key, 0.0)) for key in {**a, **b}}
-
-    def work(a: Work, b: Work) -> Work:
-        return Work(
-            each(a.products, b.products),
-            each(a.attention, b.attention),
-            mixed(a.nbytes, b.nbytes),
-            mixed(a.launches, b.launches),
-            mixed(a.recomputed, b.recomputed),
-        )
-
-    return BlockCost(work(small.forward, large.forward), work(small.backward, large.backward))
+def between(small: Any, large: Any, share: float) -> Any:
+    """Interpolate every number of two traces: `share` 0 is the small one, 1 the large one, and more
+    a still larger one. Bytes, which are whole numbers, are rounded up; a rate or a kind of kernel
+    that only one of them has counts as zero in the other."""
+    if isinstance(large, float):
+        return small + share * (large - small)
+    if isinstance(large, int):
+        return ceil(small + share * (large - small))
+    if isinstance(large, tuple):
+        return tuple(between(a, b, share) for a, b in zip(small, large, strict=True))
+    if isinstance(large, Mapping):
+        keys = {**small, **large}
+        return {key: between(small.get(key, 0.0), large.get(key, 0.0), share) for key in keys}
+    values = (between(getattr(small, x.name), getattr(large, x.name), share) for x in fields(large))
+    return type(large)(*values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +255,8 @@ class ShapeTrace:
             return traced_microbatch(batch)
         small = traced_microbatch(replace(batch, samples=most // 2))
         large = traced_microbatch(replace(batch, samples=most))
-        return between(small, large, (batch.samples - most // 2) / (most - most // 2))
+        traced: TracedStep = between(small, large, (batch.samples - most // 2) / (most - most // 2))
+        return traced
 
     def _microbatch(self, config: Config) -> Microbatch:
         train, shape = config.train, config.rank_shape

@@ -328,7 +328,7 @@ def narrow_adam(
         name: of the format.
         fields: of whole blocks.
         grad: (blocks * BLOCK,) of the working dtype, or fp32.
-        c: (10,) fp32, `AdamCoefficients`.
+        c: (10,) fp32, `AdamScalars.coefficients`.
         rows: (5, n) int32, of each parameter: its first element and that after its last; what to
             add to an element's position for its number; both halves of the key of its random bits.
 

@@ -8,7 +8,7 @@ import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 _MASK = (1 << 64) - 1
 
@@ -37,7 +37,7 @@ class Scalars(ABC):
     @abstractmethod
     def coefficients(self) -> tuple[float, ...]:
         """The factors of the loop, computed in double and rounded once to fp32, in the order of the
-        rule's class in native/rules.h."""
+        rule's class in native/rules.h; the scale of the gradient is the first."""
 
     def key(self, parameter: int, element: int) -> int:
         """See `random_key`."""
@@ -50,26 +50,12 @@ def coefficients_of(scalars: Scalars) -> tuple[float, ...]:
     return scalars.coefficients()
 
 
-class AdamCoefficients(NamedTuple):
-    """1 - beta in fp32 would cost a factor of 16 in accuracy. The moment moves from its old value
-    by the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as in torch.
-    """
-
-    grad_scale: float
-    decay: float
-    l2: float
-    exp_avg_weight: float
-    towards_grad: float
-    beta2: float
-    exp_avg_sq_weight: float
-    negative_step_size: float
-    bias_correction2_sqrt: float
-    eps: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamScalars(Scalars):
     """Adam's.
+
+    1 - beta in fp32 would cost a factor of 16 in accuracy. The moment moves from its old value by
+    the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as in torch.
 
     Attributes:
         decoupled: decay multiplies the master (AdamW) instead of joining the gradient (Adam).
@@ -83,30 +69,20 @@ class AdamScalars(Scalars):
     rule: ClassVar[int] = 0
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
-    def coefficients(self) -> AdamCoefficients:
+    def coefficients(self) -> tuple[float, ...]:
         weight, towards_grad = _lerp(1.0 - self.beta1)
-        return AdamCoefficients(
-            grad_scale=fp32(self.grad_scale),
-            decay=fp32(1.0 - self.lr * self.weight_decay) if self.decoupled else 1.0,
-            l2=0.0 if self.decoupled else fp32(self.weight_decay),
-            exp_avg_weight=weight,
-            towards_grad=float(towards_grad),
-            beta2=fp32(self.beta2),
-            exp_avg_sq_weight=fp32(1.0 - self.beta2),
-            negative_step_size=-fp32(self.lr / (1.0 - self.beta1**self.step)),
-            bias_correction2_sqrt=fp32(math.sqrt(1.0 - self.beta2**self.step)),
-            eps=fp32(self.eps),
+        return (
+            fp32(self.grad_scale),
+            fp32(1.0 - self.lr * self.weight_decay) if self.decoupled else 1.0,  # of the master
+            0.0 if self.decoupled else fp32(self.weight_decay),  # of the gradient
+            weight,
+            float(towards_grad),
+            fp32(self.beta2),
+            fp32(1.0 - self.beta2),  # weight of the square
+            -fp32(self.lr / (1.0 - self.beta1**self.step)),
+            fp32(math.sqrt(1.0 - self.beta2**self.step)),
+            fp32(self.eps),
         )
-
-
-class LionCoefficients(NamedTuple):
-    grad_scale: float
-    decay: float
-    beta1: float
-    weight1: float
-    beta2: float
-    weight2: float
-    negative_lr: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,22 +93,16 @@ class LionScalars(Scalars):
     rule: ClassVar[int] = 1
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
-    def coefficients(self) -> LionCoefficients:
-        return LionCoefficients(
-            grad_scale=fp32(self.grad_scale),
-            decay=fp32(1.0 - self.lr * self.weight_decay),
-            beta1=fp32(self.beta1),
-            weight1=fp32(1.0 - self.beta1),
-            beta2=fp32(self.beta2),
-            weight2=fp32(1.0 - self.beta2),
-            negative_lr=-fp32(self.lr),
+    def coefficients(self) -> tuple[float, ...]:
+        return (
+            fp32(self.grad_scale),
+            fp32(1.0 - self.lr * self.weight_decay),  # of the master
+            fp32(self.beta1),
+            fp32(1.0 - self.beta1),
+            fp32(self.beta2),
+            fp32(1.0 - self.beta2),
+            -fp32(self.lr),
         )
-
-
-class SgdCoefficients(NamedTuple):
-    grad_scale: float
-    l2: float
-    negative_lr: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,20 +112,12 @@ class SgdScalars(Scalars):
     rule: ClassVar[int] = 2
     moments: ClassVar[tuple[str, ...]] = ()
 
-    def coefficients(self) -> SgdCoefficients:
-        return SgdCoefficients(
-            grad_scale=fp32(self.grad_scale), l2=fp32(self.weight_decay), negative_lr=-fp32(self.lr)
+    def coefficients(self) -> tuple[float, ...]:
+        return (
+            fp32(self.grad_scale),
+            fp32(self.weight_decay),  # of the gradient
+            -fp32(self.lr),
         )
-
-
-class MomentumCoefficients(NamedTuple):
-    grad_scale: float
-    l2: float
-    negative_lr: float
-    momentum: float
-    weight: float
-    first: float
-    nesterov: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,23 +131,16 @@ class MomentumScalars(Scalars):
     rule: ClassVar[int] = 3
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
-    def coefficients(self) -> MomentumCoefficients:
-        return MomentumCoefficients(
-            grad_scale=fp32(self.grad_scale),
-            l2=fp32(self.weight_decay),
-            negative_lr=-fp32(self.lr),
-            momentum=fp32(self.momentum),
-            weight=fp32(1.0 - self.dampening),
-            first=float(self.step == 1 or self.momentum == 0.0),
-            nesterov=float(self.nesterov),
+    def coefficients(self) -> tuple[float, ...]:
+        return (
+            fp32(self.grad_scale),
+            fp32(self.weight_decay),  # of the gradient
+            -fp32(self.lr),
+            fp32(self.momentum),
+            fp32(1.0 - self.dampening),  # weight of the gradient
+            float(self.step == 1 or self.momentum == 0.0),  # the buffer is the gradient
+            float(self.nesterov),
         )
-
-
-class AdagradCoefficients(NamedTuple):
-    grad_scale: float
-    l2: float
-    lr: float
-    eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,24 +151,13 @@ class AdagradScalars(Scalars):
     rule: ClassVar[int] = 4
     moments: ClassVar[tuple[str, ...]] = ("sum",)
 
-    def coefficients(self) -> AdagradCoefficients:
-        return AdagradCoefficients(
-            grad_scale=fp32(self.grad_scale),
-            l2=fp32(self.weight_decay),
-            lr=fp32(self.lr / (1.0 + (self.step - 1) * self.lr_decay)),
-            eps=fp32(self.eps),
+    def coefficients(self) -> tuple[float, ...]:
+        return (
+            fp32(self.grad_scale),
+            fp32(self.weight_decay),  # of the gradient
+            fp32(self.lr / (1.0 + (self.step - 1) * self.lr_decay)),
+            fp32(self.eps),
         )
-
-
-class BlendCoefficients(NamedTuple):
-    """The weight of each lerp, and whether it counts from the other end."""
-
-    grad_scale: float
-    weight: float
-    nesterov_weight: float
-    towards_grad: bool
-    towards_average: bool
-    nesterov: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,14 +175,13 @@ class BlendScalars:
     grad_scale: float = 1.0
     seed: int = 0
 
-    def coefficients(self) -> BlendCoefficients:
-        """Return the weights of the momentum and Nesterov averages and the gradient scale, rounded
-        once to fp32."""
+    def coefficients(self) -> tuple[float, float, float, bool, bool, bool]:
+        """Return the scale of the gradient and the weights of the momentum's and Nesterov's lerp,
+        rounded once to fp32; whether each lerp counts from its other end; and `nesterov`."""
         weight, towards_grad = _lerp(1.0 - self.momentum)
         ahead, towards_average = _lerp(self.momentum)
-        return BlendCoefficients(
-            fp32(self.grad_scale), weight, ahead, towards_grad, towards_average, self.nesterov
-        )
+        scale = fp32(self.grad_scale)
+        return scale, weight, ahead, towards_grad, towards_average, self.nesterov
 
 
 def _lerp(weight: float) -> tuple[float, bool]:

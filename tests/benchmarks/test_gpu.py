@@ -258,6 +258,7 @@ def test_a_card_without_bf16_is_measured_in_fp16(monkeypatch: pytest.MonkeyPatch
     assert not any("split16" in item.name for item in values)
 
 
+@pytest.mark.slow
 def test_the_first_list_ends_within_six_minutes_and_everything_fits() -> None:
     """A host as it is rented with one card, the smaller one: 16 cores and 125 GiB."""
     machine = replace(find("h100")[1], host_memory="118GiB", cores=16)

@@ -44,13 +44,13 @@ def not_for_ever() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def output_of(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
+def output_of(capsys: Captured, *arguments: str, most_lines: int = 4) -> tuple[int, str, str]:
     with not_for_ever():
         code = main(list(arguments))
     out, err = capsys.readouterr()
     assert "Traceback" not in err, err[-2000:]
     assert obeyed(out) == obeyed(err) == []
-    assert len(err.splitlines()) <= 4 and len(err) < 2000
+    assert len(err.splitlines()) <= most_lines and len(err) < 500 * most_lines
     return code, out, err
 
 

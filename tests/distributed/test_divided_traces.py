@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,25 +78,32 @@ def test_a_part_computes_half_of_the_products(tmp_path: Path, kind: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "counts"),
-    [("Qwen3", TENSOR, (0, 4)), ("Phi3", TENSOR, (1,)), ("Qwen3", PIPELINE, (1, 2))],
+    [
+        ("Qwen3", {}, range(5)),
+        ("Qwen3", TENSOR, (0, 4)),
+        ("Phi3", TENSOR, (1,)),
+        ("Qwen3", PIPELINE, (1, 2)),
+    ],
 )
 def test_how_many_layers_run_again(
-    tmp_path: Path, kind: str, ranks: dict[str, Any], counts: tuple[int, ...]
+    tmp_path: Path, kind: str, ranks: dict[str, Any], counts: Sequence[int]
 ) -> None:
     """Of each number of layers with a device that just holds it; of a stage the layers of each."""
     write_text(tmp_path)
     save_hf_model(tmp_path, kind)
     changes = AGAIN | {"train.micro_batch": 8, "device.kind": '"auto"'} | ranks
     open_ = job_of(tmp_path, hf=kind, **changes)
-    name, machine = find("rtx4090")
-    trace = needed_trace(open_, machine, 2)
+    (name, machine), size = find("rtx4090"), 2 if ranks else 1
+    trace = needed_trace(open_, machine, size)
     assert trace is not None
     for count in counts:
         fixed = with_blocks(open_, count)
-        used = sum(make(fixed, name, machine, 2, trace).device.values())
+        assert ranks or needed_trace(fixed, machine, size) is None
+        used = sum(make(fixed, name, machine, size, trace).device.values())
         room = int(used / FULL) + 1024 + machine.gpu_reserved_bytes
         tight = replace(machine, gpu_memory=f"{room / 1024:.0f} KiB")
-        assert make(open_, name, tight, 2, trace).job.offload.activations.recompute_blocks == count
+        plan = make(open_, name, tight, size, trace)
+        assert plan.job.offload.activations.recompute_blocks == count
 
 
 def with_blocks(job: Config, count: int) -> Config:

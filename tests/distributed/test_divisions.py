@@ -205,7 +205,7 @@ TRANSFORMERS_TRAINED = [
 ]
 
 
-@pytest.mark.draws(0.7)
+@pytest.mark.draws(0.45)
 @pytest.mark.parametrize(("name", "options"), [*TRAINED, *TRANSFORMERS_TRAINED])
 def test_a_divided_job_trains_the_model_of_its_reference(
     ranks: Run,
@@ -217,7 +217,8 @@ def test_a_divided_job_trains_the_model_of_its_reference(
 ) -> None:
     """The bits of the reference, or with another order of sums values near it; and as planned."""
     division = DIVISIONS[name]
-    divided, plain = keys(division, options), undivided(division, options)
+    few = {"train.steps": 8, "train.checkpoint_every": 4} | options
+    divided, plain = keys(division, few), undivided(division, few)
     require_transformers(options)
     plan = plan_of(division, data, divided)
     expected, run = tmp_path / "expected", tmp_path / "run"
@@ -294,7 +295,7 @@ def assert_allocated_and_sent_as_planned(runs: list[RankRun], plan: Plan, option
 # 2. Plan
 
 
-@pytest.mark.draws(0.5)
+@pytest.mark.draws(0.35)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -333,7 +334,7 @@ def test_every_rank_allocates_and_sends_what_was_planned(
 
 
 @pytest.mark.slow
-@pytest.mark.draws(0.4)
+@pytest.mark.draws(0.3)
 @pytest.mark.parametrize(
     ("first", "then", "options"),
     [
@@ -400,7 +401,7 @@ def test_a_checkpoint_is_the_same_in_every_division(
 # 4. Resuming
 
 
-@pytest.mark.draws(0.5)
+@pytest.mark.draws(0.35)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -439,7 +440,7 @@ def test_a_stopped_job_continues_to_the_bit(
 # 5. Moving
 
 
-@pytest.mark.draws(0.4)
+@pytest.mark.draws(0.3)
 @pytest.mark.parametrize(
     ("path", "options"),
     [

@@ -36,11 +36,11 @@ def shares_of(name: str, rooms: list[int], lanes: str, **options: Any) -> list[f
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("chain", {"zero_stage": 1, "grad_accum_steps": 2}),
         ("frozen", {"zero_stage": 3, "working": "host", "resident_blocks": 2}),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
+                ("chain", {"zero_stage": 1, "grad_accum_steps": 2}),
                 ("chain", {"zero_stage": 2, "clip_norm": 0.1}),
                 ("frozen", {"zero_stage": 3}),
                 ("chain", {"zero_stage": 3, "update": "speculative", "reduction": "fp32"}),

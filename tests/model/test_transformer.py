@@ -228,26 +228,33 @@ def test_packed_documents_have_the_logits_they_have_alone(shape: ModelShape) -> 
     assert (packed_BTV - model(tokens_BT)).abs().max() > 1e-3
 
 
-@BOTH
-def test_packed_documents_have_the_gradients_they_have_alone(shape: ModelShape) -> None:
-    model, tokens_BT = Transformer(shape), tokens_of(shape)
-    targets_BT = tokens_of(shape, seed=2)
-    targets_BT[torch.rand(targets_BT.shape, generator=torch.Generator().manual_seed(3)) < 0.4] = (
-        IGNORED
-    )
+def check_packed_documents(shape: ModelShape, *, varlen: bool) -> None:
+    """Documents in one row have the loss and the gradients that they have alone; some targets do
+    not count."""
+    model, tokens_BT, targets_BT = Transformer(shape), tokens_of(shape), tokens_of(shape, seed=2)
+    model.varlen_attention = varlen
+    drawn_BT = torch.rand(targets_BT.shape, generator=torch.Generator().manual_seed(3))
+    targets_BT[drawn_BT < 0.4] = IGNORED
     count = int((targets_BT != IGNORED).sum())
 
-    def grads(*losses: torch.Tensor) -> list[torch.Tensor]:
+    def loss_and_grads(*losses: Tensor) -> list[Tensor]:
         model.zero_grad()
-        sum(losses).backward()  # type: ignore[union-attr]
-        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        total = torch.stack(losses).sum()
+        total.backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        return [total.detach(), *(grad.clone() for grad in grads)]
 
     positions_BT = POSITIONS_T.expand_as(tokens_BT)
-    packed = grads(model(tokens_BT, targets_BT, positions_BT=positions_BT, divisor=count))
+    packed = loss_and_grads(model(tokens_BT, targets_BT, positions_BT=positions_BT, divisor=count))
     parts = zip(tokens_BT.split(LENGTHS, 1), targets_BT.split(LENGTHS, 1), strict=True)
-    alone = grads(*(model(part, other, divisor=count) for part, other in parts))
-    for part, other in zip(packed, alone, strict=True):
-        torch.testing.assert_close(part, other, rtol=1e-4, atol=1e-6)
+    alone = loss_and_grads(*(model(part, other, divisor=count) for part, other in parts))
+    for actual, expected in zip(packed, alone, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+@BOTH
+def test_packed_documents_have_the_gradients_they_have_alone(shape: ModelShape) -> None:
+    check_packed_documents(shape, varlen=False)
 
 
 def test_llama_of_transformers_packs_the_same() -> None:

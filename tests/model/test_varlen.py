@@ -16,7 +16,14 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model import documents
 from offloadtrain.model.documents import attend_documents, document_bias, document_bounds
 from offloadtrain.model.transformer import Transformer
-from tests.model.test_transformer import GPT2, LENGTHS, LLAMA, POSITIONS_T, tokens_of
+from tests.model.test_transformer import (
+    GPT2,
+    LENGTHS,
+    LLAMA,
+    POSITIONS_T,
+    check_packed_documents,
+    tokens_of,
+)
 from tests.numerics.comparison import ADAMW, assert_same
 from tests.numerics.reference import SEED, ResidentRun
 
@@ -84,23 +91,7 @@ def test_attention_is_that_under_a_mask(way: str, causal: bool, kv_heads: int) -
 def test_packed_documents_have_the_loss_and_gradients_they_have_alone(
     way: str, shape: ModelShape
 ) -> None:
-    model, tokens_BT, targets_BT = Transformer(shape), tokens_of(shape), tokens_of(shape, seed=2)
-    model.varlen_attention = True
-
-    def losses_and_grads(*losses: Tensor) -> list[Tensor]:
-        model.zero_grad()
-        total = torch.stack(losses).sum()
-        total.backward()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        return [total.detach(), *(grad.clone() for grad in grads)]
-
-    count = targets_BT.numel()
-    positions_BT = POSITIONS_T.expand_as(tokens_BT)
-    packed = losses_and_grads(model(tokens_BT, targets_BT, positions_BT=positions_BT))
-    parts = zip(tokens_BT.split(LENGTHS, 1), targets_BT.split(LENGTHS, 1), strict=True)
-    alone = losses_and_grads(*(model(part, other, divisor=count) for part, other in parts))
-    for actual, expected in zip(packed, alone, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    check_packed_documents(shape, varlen=True)
 
 
 def test_only_pairs_within_documents_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,6 +351,7 @@ def test_automatic_takes_the_fastest_that_fits() -> None:
     assert chosen(holding(offload__activation="offload", offload__working="host")) == least
 
 
+@pytest.mark.slow
 def test_auto_in_a_job_is_settled() -> None:
     machine = holding(offload__activation="recompute")
     config = small(train__micro_batch=8, device__placement="auto")

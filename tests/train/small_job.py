@@ -62,8 +62,8 @@ def small_job(folder: Path, *overrides: str) -> Config:
     return jobs.loads(JOB.format(folder=folder), "small", overrides)
 
 
-def run(job: Config, path: Path, *, resume: str = "never") -> int:
-    """Train in-process in the run folder `path`; return the exit code."""
+def run(job: Config, path: Path | None, *, resume: str = "never") -> int:
+    """Train in-process in the run folder `path`, None: a dated one; return the exit code."""
     return run_job(job, jobs.dump(job), run_dir=path, resume=resume)
 
 

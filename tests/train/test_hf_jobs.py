@@ -31,13 +31,11 @@ from offloadtrain.integrations import hf_job
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.plan import report
-from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import make
 from offloadtrain.train.build import (
     assemble,
     check_tokenizers,
     described,
-    needed_trace,
     open_tokens,
     tracer_of,
 )
@@ -217,23 +215,6 @@ def test_the_engine_holds_what_is_planned(
     assert (plan.placed.frozen_bytes > 0) == (trained < job.num_params)
     assert streamed == ("offload.working=host" in overrides)
     assert plan.prediction.seconds > 0 and plan.prediction.h2d_bytes >= 0
-
-
-@pytest.mark.slow
-def test_how_many_layers_run_again_is_told_by_a_trace(tmp_path: Path) -> None:
-    """Of each number of layers with a device that just holds it."""
-    options = ("offload.activation=recompute", "train.micro_batch=8", "device.kind=auto")
-    open_ = described(hf_job_of(tmp_path, "qwen3", *options, "offload.recompute_blocks=auto"))
-    name, machine = find("rtx4090")
-    trace = needed_trace(open_, machine, 1)
-    assert trace is not None
-    for count in range(4):
-        fixed = replace(open_, offload=open_.offload.replace(recompute_blocks=count))
-        assert needed_trace(fixed, machine, 1) is None
-        used = sum(make(fixed, name, machine, 1, trace).device.values())
-        room = int(used / FULL) + 1024 + machine.gpu_reserved_bytes
-        tight = replace(machine, gpu_memory=f"{room / 1024:.0f} KiB")
-        assert make(open_, name, tight, 1, trace).job.offload.activations.recompute_blocks == count
 
 
 # ---- training

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 from offloadtrain_tui.reading.log_reader import list_runs
 
-from offloadtrain.cli.commands.train import run_job
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
@@ -297,15 +296,10 @@ def tree(folder: Path) -> dict[str, str]:
     return names
 
 
-def started(job: Config, *, resume: str = "never", run_dir: Path | None = None) -> int:
-    """As the command starts it, in a dated folder if none is named."""
-    return run_job(job, jobs.dump(job), run_dir=run_dir, resume=resume)
-
-
 @pytest.fixture(scope="module")
 def complete_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("complete")
-    assert started(small_job(folder, "train.steps=4", "train.eval_every=0")) == 0
+    assert run(small_job(folder, "train.steps=4", "train.eval_every=0"), None) == 0
     return folder
 
 
@@ -324,17 +318,17 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, complete: Pat
     before = tree(complete.parent)
     for change in REFUSED:
         with pytest.raises(OffloadTrainError):
-            started(small_job(tmp_path, change), resume=str(complete))
+            run(small_job(tmp_path, change), None, resume=str(complete))
         assert tree(complete.parent) == before, change
     (row,) = list_runs(complete.parent, 0.0)
     assert row.state == "done" and row.step == 4
     (complete / "checkpoints" / "step-00000004" / "state.json").write_text("{}")
     before = tree(complete)
     with pytest.raises(ConfigError, match="another model"):
-        started(small_job(tmp_path, "model.d_model=64"), resume=str(complete))
+        run(small_job(tmp_path, "model.d_model=64"), None, resume=str(complete))
     assert tree(complete) == before
     longer = small_job(tmp_path, "train.steps=6", "train.eval_every=0")
-    assert started(longer, resume=str(complete)) == 0, "as the run itself advises"
+    assert run(longer, None, resume=str(complete)) == 0, "as the run itself advises"
 
 
 FAILING: list[tuple[str, int, str]] = [
@@ -377,7 +371,7 @@ def test_a_failure_in_the_first_step_leaves_nothing_either(
         patch.setattr(Transformer, "forward", lambda *_, **__: 1 / 0)
         for run_dir in (None, named, tmp_path / "new"):
             with pytest.raises(ZeroDivisionError):
-                started(small_job(tmp_path), run_dir=run_dir)
+                run(small_job(tmp_path), run_dir)
     assert tree(complete.parent) == before
     assert list(named.iterdir()) == [] and not (tmp_path / "new").exists()
 
@@ -390,7 +384,7 @@ def test_a_failure_after_the_first_step_is_kept(
 
     monkeypatch.setattr("offloadtrain.train.trainer.Trainer._between_steps", fails)
     with pytest.raises(ZeroDivisionError):
-        started(small_job(tmp_path))
+        run(small_job(tmp_path), None)
     (row,) = list_runs(tmp_path / "runs", 0.0)
     assert (row.state, row.step) == ("failed", 1)
     assert (tmp_path / "runs" / "latest").resolve() == row.folder
@@ -415,7 +409,7 @@ def test_auto_passes_over_newer_runs_without_a_good_checkpoint(
     (empty / "run.json").write_text("{}")
     left = {path: tree(path) for path in (damaged, empty, other)}
     stop_after(None)
-    assert started(job, resume="auto") == 0
+    assert run(job, None, resume="auto") == 0
     assert [e.start_step for e in events_of(good, schema.RunStarted)] == [0, 2]
     assert {path: tree(path) for path in left} == left
     output = capsys.readouterr().err
@@ -459,9 +453,9 @@ def test_killed_before_the_first_checkpoint_the_same_command_starts_over(
     assert killed.returncode == -signal.SIGKILL
     before = (named / "events" / "rank000.jsonl").read_bytes()
     with pytest.raises(RunFolderError, match=r"--run-dir .*mine --resume auto"):
-        started(small_job(tmp_path), run_dir=named)
+        run(small_job(tmp_path), named)
     with pytest.raises(ConfigError, match=r"--run-dir .*mine --resume auto"):
-        started(small_job(tmp_path), resume=str(named))
+        run(small_job(tmp_path), None, resume=str(named))
     assert main(command) == 0
     assert f"{named} has no checkpoint: starting over in it" in capsys.readouterr().err
     assert (named / "events" / "rank000.jsonl").read_bytes().startswith(before)
@@ -584,7 +578,7 @@ def test_a_link_that_cannot_be_made_does_not_end_a_run(
         raise PermissionError(errno.EPERM, "Operation not permitted", str(link))
 
     monkeypatch.setattr(Path, "symlink_to", refused)
-    assert started(small_job(tmp_path, "train.steps=3", "train.eval_every=0")) == 0
+    assert run(small_job(tmp_path, "train.steps=3", "train.eval_every=0"), None) == 0
     (path,) = (tmp_path / "runs").iterdir()
     (warning,) = [e for e in events_of(path, schema.Warning_) if e.code == "latest-failed"]
     assert "Operation not permitted" in warning.message

@@ -105,7 +105,7 @@ def test_experts_in_fp32_within_five_percent(policy: str) -> None:
     ("policy", "precision", "experts"),
     [
         ("keep", "fp32", {}),
-        ("recompute", "fp32", {}),
+        pytest.param("recompute", "fp32", {}, marks=pytest.mark.slow),
         pytest.param("keep", "bf16", {"num_experts": 4}, marks=[pytest.mark.slow, of_groups]),
         pytest.param("recompute", "bf16", {"num_experts": 4}, marks=of_groups),
         pytest.param("keep", "fp32", {"num_experts": 4}, marks=of_groups),
@@ -145,6 +145,7 @@ def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
     assert (again[0] > 1.0) == (policy == "recompute")
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize(
     ("positions", "norm", "experts"),

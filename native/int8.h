@@ -22,38 +22,54 @@ struct Block {
   alignas(64) u32 random[4][kQuads];
 };
 
+// The first products in Random of a block's elements, less that of the block's upper bits: to add that one is
+// less work than to multiply each element. They change with every 2^16th element.
+class Products {
+ public:
+  // `shifted`: Random::shifted() of the block's first element.
+  OT_INLINE void prepare(u32 shifted) {
+    if (low_ == (shifted & kLow)) return;
+    low_ = shifted & kLow;
+    for (u32 i = 0; i <= kLow; ++i) products_[i % 4][i / 4] = Random::multiplied(low_ ^ i);
+  }
+  OT_INLINE static u32 of_block(u32 shifted) { return Random::multiplied(shifted & ~kLow); }
+  template <int kElement>
+  OT_INLINE u32 of(i32 i) const { return products_[kElement][i]; }
+
+ private:
+  static constexpr u32 kLow = static_cast<u32>(kBlock) - 1u;
+  alignas(64) u32 products_[4][kQuads];
+  u32 low_ = ~0u;  // of no block
+};
+
 // Bits of magnitudes. As integers these have a total order, not-a-number above infinity above the rest,
 // whatever the order of comparison.
 OT_INLINE i32 magnitude(float value) { return static_cast<i32>(bits_of(value) & kMagnitude); }
 OT_INLINE i32 larger(i32 a, i32 b) { return a < b ? b : a; }
 
-// The bits of the largest magnitude. Four elements per turn, as a tree: as a chain of single elements
-// this took a tenth of the step longer with AVX-512, on Zen 5.
-OT_INLINE i32 largest(const float (&moments)[4][kQuads]) {
-  i32 result = 0;
-  OT_INDEPENDENT
-  for (i32 i = 0; i < kQuads; ++i) {
-    const i32 front = larger(magnitude(moments[0][i]), magnitude(moments[1][i]));
-    const i32 back = larger(magnitude(moments[2][i]), magnitude(moments[3][i]));
-    result = larger(result, larger(front, back));
-  }
-  return result;
+// The bits of the largest magnitude of four elements, as a tree: as a chain of single elements this took a
+// tenth of the step longer with AVX-512, on Zen 5.
+OT_INLINE i32 largest_of_four(const float (&moments)[4][kQuads], i32 i) {
+  const i32 front = larger(magnitude(moments[0][i]), magnitude(moments[1][i]));
+  const i32 back = larger(magnitude(moments[2][i]), magnitude(moments[3][i]));
+  return larger(front, back);
 }
 
+// The bits of the largest magnitude of each moment of a block.
+struct Largest {
+  i32 first, second;
+};
+
 template <int kElement, typename Rule>
-OT_INLINE void int8_move(const Rule& rule, float g, u32 firsts, u32 seconds, float first_scale,
-                         float second_scale, Block& block, i32 i) {
+OT_INLINE void int8_move(const Rule& rule, float g, u32 firsts, Halves first_codes, Halves second_codes,
+                         float first_scale, float second_scale, Block& block, i32 i) {
   float m = 0.0f, v = 0.0f;
   if constexpr (Rule::kMoments > 0) {
-    constexpr int shift = SignedCode::kShift;
-    const u32 code = byte_at<kElement, shift>(firsts) & (0x7fu << shift);
-    const float size = SignedCode::decode_shifted(code, first_scale);
+    const float size = SignedCode::decode(upper_half<kElement>(first_codes), first_scale);
     m = float_of(bits_of(size) | (byte_at<kElement, 24>(firsts) & kSign));
   }
   if constexpr (Rule::kMoments > 1) {
-    constexpr int shift = UnsignedCode::kShift;
-    const u32 code = byte_at<kElement, shift>(seconds) + (1u << shift);
-    v = UnsignedCode::decode_shifted(code, second_scale);
+    v = UnsignedCode::decode(upper_half<kElement>(second_codes), second_scale);
   }
   const Moved x = rule.moved(g, block.master[kElement][i], m, v);
   block.first[kElement][i] = x.first;
@@ -61,15 +77,17 @@ OT_INLINE void int8_move(const Rule& rule, float g, u32 firsts, u32 seconds, flo
   block.ahead[kElement][i] = x.ahead;
 }
 
-// The first pass: the old masters, and the moments.
+// The first pass: the old masters, and the moments. The largest first moment is searched afterwards: with both
+// searches in the loop, AVX2 has too few registers.
 template <typename Grad, typename Weight, typename Rule>
-OT_INLINE void int8_moments(const Rule& given, const Int8State& in, const typename Grad::Storage* grad,
+OT_INLINE Largest int8_moments(const Rule& given, const Int8State& in, const typename Grad::Storage* grad,
                             Block& block) {
   const Rule rule = given;
   const Int8State old = in;
   float first_scale = 0.0f, second_scale = 0.0f;
   if constexpr (Rule::kMoments > 0) first_scale = *in.first_scale;
   if constexpr (Rule::kMoments > 1) second_scale = *in.second_scale;
+  i32 largest_first = 0, largest_second = 0;
   OT_INDEPENDENT
   for (i32 i = 0; i < kQuads; ++i) {
     const u32 front = word_at(old.weight, 2 * i), back = word_at(old.weight, 2 * i + 1);
@@ -78,41 +96,51 @@ OT_INLINE void int8_moments(const Rule& given, const Int8State& in, const typena
     block.master[1][i] = Weight::join(upper_half<1>(front), signed_byte<1>(corrections));
     block.master[2][i] = Weight::join(upper_half<0>(back), signed_byte<2>(corrections));
     block.master[3][i] = Weight::join(upper_half<1>(back), signed_byte<3>(corrections));
-    u32 m = 0, v = 0;
-    if constexpr (Rule::kMoments > 0) m = word_at(old.first, i);
-    if constexpr (Rule::kMoments > 1) v = word_at(old.second, i);
+    u32 m = 0;
+    Halves first = {}, second = {};
+    if constexpr (Rule::kMoments > 0) {
+      m = word_at(old.first, i);
+      first = SignedCode::widened_codes<0x7fu, 0u>(m);
+    }
+    if constexpr (Rule::kMoments > 1) second = UnsignedCode::widened_codes<0xffu, 1u>(word_at(old.second, i));
     const float g0 = Grad::template of_pair<0>(grad, 2 * i), g1 = Grad::template of_pair<1>(grad, 2 * i);
     const float g2 = Grad::template of_pair<0>(grad, 2 * i + 1);
     const float g3 = Grad::template of_pair<1>(grad, 2 * i + 1);
-    int8_move<0>(rule, g0, m, v, first_scale, second_scale, block, i);
-    int8_move<1>(rule, g1, m, v, first_scale, second_scale, block, i);
-    int8_move<2>(rule, g2, m, v, first_scale, second_scale, block, i);
-    int8_move<3>(rule, g3, m, v, first_scale, second_scale, block, i);
+    int8_move<0>(rule, g0, m, first, second, first_scale, second_scale, block, i);
+    int8_move<1>(rule, g1, m, first, second, first_scale, second_scale, block, i);
+    int8_move<2>(rule, g2, m, first, second, first_scale, second_scale, block, i);
+    int8_move<3>(rule, g3, m, first, second, first_scale, second_scale, block, i);
+    if constexpr (Rule::kMoments > 1) largest_second = larger(largest_second, largest_of_four(block.second, i));
   }
+  if constexpr (Rule::kMoments > 0) {
+    OT_INDEPENDENT
+    for (i32 i = 0; i < kQuads; ++i) largest_first = larger(largest_first, largest_of_four(block.first, i));
+  }
+  return {largest_first, largest_second};
 }
 
-// The second pass: the new masters, rounded.
+// The second pass: the new masters, rounded. `product`: Random::multiplied() of the element.
 template <int kElement, typename Weight, typename Rule>
-OT_INLINE u32 int8_master(const Rule& rule, const Random& random, u32 start, Block& block, i32 i) {
-  const u32 bits = random.mixed(start ^ (4u * static_cast<u32>(i) + static_cast<u32>(kElement)));
+OT_INLINE u32 int8_master(const Rule& rule, const Random& random, u32 product, Block& block, i32 i) {
+  const u32 bits = random.finished(product);
   block.random[kElement][i] = bits;
   const float p = rule.master(block.master[kElement][i], block.first[kElement][i], block.ahead[kElement][i]);
   return Weight::encode(p, bits & 0xffu);
 }
 
 template <typename Weight, typename Rule>
-OT_INLINE void int8_masters(const Rule& given, const Random& given_random, u32 element, Block& block,
-                            const Int8State& out) {
+OT_INLINE void int8_masters(const Rule& given, const Random& given_random, const Products& products,
+                            u32 shifted, Block& block, const Int8State& out) {
   const Rule rule = given;
   const Random random = given_random;
-  const u32 start = random.shifted(element);  // kBlock divides element
+  const u32 start = Products::of_block(shifted);
   const Int8State fresh = out;
   OT_INDEPENDENT
   for (i32 i = 0; i < kQuads; ++i) {
-    const u32 a = int8_master<0, Weight>(rule, random, start, block, i);
-    const u32 b = int8_master<1, Weight>(rule, random, start, block, i);
-    const u32 c = int8_master<2, Weight>(rule, random, start, block, i);
-    const u32 d = int8_master<3, Weight>(rule, random, start, block, i);
+    const u32 a = int8_master<0, Weight>(rule, random, start + products.of<0>(i), block, i);
+    const u32 b = int8_master<1, Weight>(rule, random, start + products.of<1>(i), block, i);
+    const u32 c = int8_master<2, Weight>(rule, random, start + products.of<2>(i), block, i);
+    const u32 d = int8_master<3, Weight>(rule, random, start + products.of<3>(i), block, i);
     set_word(fresh.weight, 2 * i, word_of_upper(Plus8::rounding(a), Plus8::rounding(b)));
     set_word(fresh.weight, 2 * i + 1, word_of_upper(Plus8::rounding(c), Plus8::rounding(d)));
     set_word(fresh.correction, i, word_of_bytes<8>(a, b, c, d));
@@ -186,13 +214,15 @@ Int8State at(const Int8State& s, i64 lo) {
 }
 
 template <typename Grad, typename Weight, typename Rule>
-OT_INLINE void int8_block(const Rule& rule, const Random& random, u32 element, const Int8State& in,
-                          const Int8State& out, const typename Grad::Storage* grad) {
+OT_INLINE void int8_block(const Rule& rule, const Random& random, Products& products, u32 element,
+                          const Int8State& in, const Int8State& out, const typename Grad::Storage* grad) {
   Block block;
-  int8_moments<Grad, Weight>(rule, in, grad, block);
-  const Scale m = Scale::of<SignedCode>(Rule::kMoments > 0 ? largest(block.first) : 0);
-  const Scale v = Scale::of<UnsignedCode>(Rule::kMoments > 1 ? largest(block.second) : 0);
-  int8_masters<Weight>(rule, random, element, block, out);
+  const u32 shifted = random.shifted(element);  // kBlock divides element
+  products.prepare(shifted);
+  const Largest largest = int8_moments<Grad, Weight>(rule, in, grad, block);
+  const Scale m = Scale::of<SignedCode>(largest.first);
+  const Scale v = Scale::of<UnsignedCode>(largest.second);
+  int8_masters<Weight>(rule, random, products, shifted, block, out);
   if (m.inverse == 0.0f || v.inverse == 0.0f) {
     __builtin_memset(block.first, 0, sizeof block.first);
     __builtin_memset(block.second, 0, sizeof block.second);
@@ -237,9 +267,10 @@ template <typename Grad, typename Weight, typename Rule>
                                  const Int8State& out, const typename Grad::Storage* grad, i64 count) {
   Int8Slab slab = {};
   typename Grad::Storage grads[kBlock] = {};
+  Products products;
   copy<Rule::kMoments>(in, state_of(slab, in), count);
   copy(grad, grads, count);
-  int8_block<Grad, Weight>(rule, random, element, state_of(slab, in), state_of(slab, out), grads);
+  int8_block<Grad, Weight>(rule, random, products, element, state_of(slab, in), state_of(slab, out), grads);
   copy<Rule::kMoments>(state_of(slab, out), out, count);
 }
 
@@ -262,12 +293,14 @@ void int8_loop(const Rule& rule, const Int8State& in, const Int8State& out, cons
   const Random random(run.key);
   const auto* grads = values_of<Grad>(grad);
   Int8Slab slab;
+  Products products;
   u32 element = run.element;
   i64 i = run.lo;
   for (; i + kBlock <= run.hi; i += kBlock, element += static_cast<u32>(kBlock)) {
     const Int8State old = at<moments>(in, i), fresh = at<moments>(out, i);
     prefetch<Rule>(old, grads + i);
-    int8_block<Grad, Weight>(rule, random, element, old, kDoubled ? state_of(slab, fresh) : fresh, grads + i);
+    const Int8State target = kDoubled ? state_of(slab, fresh) : fresh;
+    int8_block<Grad, Weight>(rule, random, products, element, old, target, grads + i);
     if constexpr (kDoubled) stream_block<moments>(slab, fresh);
   }
   if (i < run.hi) {

@@ -205,7 +205,7 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         "is on the meta device: say how it is filled with param_init_fn, or materialise it first",
     )
     yield (
-        param.grad is not None,
+        bool(param.numel()) and param.grad is not None,  # an empty one keeps its own
         "has a gradient already: call zero_grad(set_to_none=True) before offload()",
     )
     yield (

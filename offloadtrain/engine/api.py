@@ -27,6 +27,7 @@ from offloadtrain.engine.checks import (
     check_compiled,
     check_model,
     check_rule,
+    check_run_again,
     check_wrapped,
     offloaded,
     warn_of_no_layers,
@@ -303,6 +304,7 @@ def attach(
     groups = normalise_groups(model, params, rule)
     check_same_model(model, groups, chosen, division)
     check_compiled(model, chosen)
+    check_run_again(model, chosen)
     check_wrapped(model, chosen)
     is_whole_model = ledger is None and division.stages.is_single
     division.check(model, rule, chosen, is_stage=not is_whole_model)

@@ -15,7 +15,7 @@ from torch import nn
 from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.parameters import OffloadedParameter
-from offloadtrain.engine.partition import partition
+from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed, local
@@ -205,7 +205,7 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         "is on the meta device: say how it is filled with param_init_fn, or materialise it first",
     )
     yield (
-        param.grad is not None,
+        bool(param.numel()) and param.grad is not None,  # an empty one keeps its own
         "has a gradient already: call zero_grad(set_to_none=True) before offload()",
     )
     yield (
@@ -233,6 +233,24 @@ def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
             raise ModelError(
                 f"{cause}, and parameter '{divided_param}' is a DTensor: torch does not compile "
                 "those whose memory moves. Leave the compiler out"
+            )
+
+
+def check_run_again(model: nn.Module, config: OffloadConfig) -> None:
+    """Raises ModelError for a module of torch whose forward would not run again as it ran. A
+    leaky unit that draws its slopes saves them before it has, where torch's checkpoint ends a run;
+    an embedding with `max_norm` writes its weights."""
+    if config.compile_blocks or not config.activations.recomputes:
+        return
+    layers = config.activations.recomputed_of(layers_of(model))
+    inside = {module for layer in layers for module in layer.modules()}
+    for name, module in model.named_modules():
+        table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if module in inside and (table or isinstance(module, nn.RReLU)):
+            kind = f"{type(module).__name__}{' with max_norm' * table}"
+            raise ModelError(
+                f"activation = '{config.activations.mode}' and '{name}' is an {kind}, whose "
+                "forward does not run again as it ran: set activation = 'keep' or 'offload_saved'"
             )
 
 

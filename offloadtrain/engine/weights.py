@@ -230,7 +230,8 @@ def set_master(
 
     Args:
         only_changed: the values were weights before somebody wrote into some of them: masters that
-            round to their value stay as they are, more precise than that.
+            round to their value stay as they are, more precise than that. Streamed weights of a
+            narrow state are a part of their masters: those of new values keep their other part.
     """
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)

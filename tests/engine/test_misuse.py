@@ -6,6 +6,7 @@ import copy
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,6 +90,19 @@ def test_models_that_cannot_be_trained_are_refused(case: str) -> None:
     with pytest.raises(ModelError, match=message):
         ot.offload(net, device="cpu")
     assert before == {n: p.data_ptr() for n, p in net.named_parameters() if case != "lazy"}
+
+
+@pytest.mark.parametrize("kind", [nn.RReLU, partial(nn.Embedding, 4, 2, max_norm=1.0)])
+def test_layers_that_do_not_run_again_as_they_ran_are_refused(
+    kind: Callable[[], nn.Module],
+) -> None:
+    """torch's own checkpoint trains them with other gradients, and says nothing."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), kind()) for _ in range(3)))
+    with pytest.raises(
+        ModelError, match=r"'recompute' and '0\.1' is an (RReLU|Embedding with max)"
+    ):
+        ot.offload(net, device="cpu", activation="recompute")
+    ot.offload(net, device="cpu", activation="recompute", recompute_blocks=0).close()
 
 
 def test_parameters_of_another_offloaded_model_are_refused() -> None:

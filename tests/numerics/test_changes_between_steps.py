@@ -594,3 +594,15 @@ def test_parts_that_take_turns_are_warned_of_once(caplog: pytest.LogCaptureFixtu
     (record,) = caplog.records
     assert "changed 10 times in 10 steps" in record.message
     optimizer.close()
+
+
+def test_an_empty_parameter_with_a_gradient_does_not_matter() -> None:
+    model = Chain()
+    model.empty = nn.Parameter(torch.zeros(0))
+    optimizer = ot.offload(model, device="cpu", precision="fp32")
+    for tokens in batches(2):
+        optimizer.backward(loss_of(model, tokens) + model.empty.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.head.requires_grad_(False)
+    optimizer.close()

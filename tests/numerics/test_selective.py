@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
@@ -155,6 +155,22 @@ class Watched(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.hidden = self.up(self.norm(x))
         return x + self.down(F.gelu(self.hidden))
+
+
+def test_a_checkpoint_around_layers_that_differentiate_a_part_of_themselves() -> None:
+    """The inner gradient runs the user's forward again, with other layers, within a first run."""
+
+    def gradients(**options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = OfLayers(Energy, 3)
+        optimizer = ot.offload(model, ADAMW, device="cpu", precision="fp32", **options)
+        tokens = batches(1)[0]
+        optimizer.backward(checkpoint(loss_of, model, tokens, use_reentrant=False))
+        return [grad.clone() for _, grad in optimizer.gradients()]
+
+    expected = gradients()
+    for values, grad in zip(gradients(activation="selective"), expected, strict=True):
+        assert torch.equal(values, grad)
 
 
 def test_what_is_changed_after_the_forward_is_computed_again() -> None:

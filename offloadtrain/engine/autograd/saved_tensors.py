@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import has_ended
 from offloadtrain.engine.autograd.offload import Offloader
-from offloadtrain.engine.autograd.selective import engine_code
+from offloadtrain.engine.autograd.selective import engine_code, unpacking
 from offloadtrain.engine.block import Block, Residency
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import AddressMap
@@ -145,7 +145,8 @@ class PassedOn:
         self._unpack = outer[1]
 
     def unpack(self) -> Tensor:
-        return self._unpack(self._packed)
+        with unpacking():
+            return self._unpack(self._packed)
 
 
 class WhileStreaming:

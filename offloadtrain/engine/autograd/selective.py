@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -66,6 +67,8 @@ class PolicyError(OffloadTrainError):
 class _Thread(threading.local):
     is_engine = False
     """True while engine code runs on this thread; `Selection` ignores its operations."""
+    unpacking = 0
+    """Saved tensors that are being unpacked on this thread, one inside the other."""
 
 
 _THREAD = _Thread()
@@ -86,6 +89,17 @@ def engine_code(method: Callable[_P, _R]) -> Callable[_P, _R]:
             _THREAD.is_engine = previous
 
     return wrapper
+
+
+@contextmanager
+def unpacking() -> Iterator[None]:
+    """A saved tensor is being unpacked: the forwards that run again for it are no part of a forward
+    around it, which differentiates a part of itself."""
+    _THREAD.unpacking += 1
+    try:
+        yield
+    finally:
+        _THREAD.unpacking -= 1
 
 
 def default_policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
@@ -136,7 +150,8 @@ class Selection(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._policy = policy
         self._ran = False
-        self._depth = 0
+        self._depth = self._level = 0
+        """Runs that are in progress; the unpackings around the outermost of them."""
         self._calls: Counter[Any] = Counter()
         self._results: dict[tuple[Any, int], _Result] = {}
         self._in_memory: dict[int, list[tuple[Any, int]]] = {}
@@ -153,6 +168,8 @@ class Selection(TorchDispatchMode):
 
     def __enter__(self) -> Selection:
         super().__enter__()  # type: ignore[no-untyped-call]
+        if not self._depth:
+            self._level = _THREAD.unpacking
         self._depth += 1
         return self
 
@@ -176,8 +193,9 @@ class Selection(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Deeper: the forward differentiates a part of itself, which runs this forward again inside
-        # its first run. That second run keeps nothing and takes nothing.
-        if _THREAD.is_engine or self._depth > 1 or _casts_weight(func, args):
+        # its first run, or in a checkpoint of the user's others. These keep and take nothing.
+        is_deeper = _THREAD.unpacking > self._level
+        if _THREAD.is_engine or is_deeper or _casts_weight(func, args):
             return func(*args, **kwargs)
         if not _is_functional(func):
             if not self._in_memory:

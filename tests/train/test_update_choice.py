@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.moments import moment_of
+from offloadtrain_tui.reading.history import moment_of
 
 from offloadtrain.config.job import Config
 from offloadtrain.events import log_lines, schema

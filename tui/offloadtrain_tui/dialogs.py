@@ -13,7 +13,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
-from offloadtrain_tui.moments import Moment
+from offloadtrain_tui.reading.history import Moment
 from offloadtrain_tui.text import clean
 
 

@@ -17,9 +17,8 @@ from cyclopts import Parameter
 from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
 from offloadtrain.events import control, log_lines, schema
-from offloadtrain_tui.moments import Moment, set_up_line
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.history import LANES
+from offloadtrain_tui.reading.history import LANES, Moment, set_up_line
 from offloadtrain_tui.reading.log_reader import (
     COLUMNS,
     RunReader,

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
-from offloadtrain_tui.moments import set_up_line, set_up_words
 from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.history import set_up_line, set_up_words
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, percent, short
 from offloadtrain_tui.verdict import (

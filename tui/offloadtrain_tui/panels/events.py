@@ -12,8 +12,8 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Input
 
-from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.reading.history import Moment
 from offloadtrain_tui.text import local_time
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill

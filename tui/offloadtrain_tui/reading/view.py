@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from offloadtrain.events import schema
-from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.reading.columns import SAMPLED_STEPS, Live, Spans
-from offloadtrain_tui.reading.history import E, History
+from offloadtrain_tui.reading.history import E, History, Moment
 from offloadtrain_tui.text import is_on_cpu
 
 

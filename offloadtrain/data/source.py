@@ -7,6 +7,7 @@ Arrow. The suffix of its name says what a file is. A text file whose bytes are n
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import stat
 import sysconfig
@@ -17,6 +18,8 @@ from typing import Any, Literal
 
 from offloadtrain.boundary.safe_open import open_regular, read_json
 from offloadtrain.data.tokens import DataError
+
+_log = logging.getLogger(__name__)
 
 PYTHON_STDLIB = "python-stdlib"
 HUB = "hf:"
@@ -108,7 +111,10 @@ def find_files(source: str | Path, excluded: Path) -> list[SourceFile]:
 
 
 def _walk(root: Path, excluded: Path, suffix: str = "") -> Iterator[SourceFile]:
+    """Yield the files of a folder and its subfolders. Of links only those to files are followed;
+    a warning counts the others."""
     skipped = {"__pycache__", "site-packages", "dist-packages"} if suffix == ".py" else set()
+    not_followed: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [
             name
@@ -117,10 +123,19 @@ def _walk(root: Path, excluded: Path, suffix: str = "") -> Iterator[SourceFile]:
             and name not in skipped
             and Path(folder, name).resolve() != excluded
         ]
+        not_followed += [path for name in subfolders if (path := Path(folder, name)).is_symlink()]
         for name in names:
             if not name.startswith(".") and name.endswith(suffix):
                 path = Path(folder, name)
+                if path.is_symlink() and not path.exists():
+                    not_followed.append(path)
+                    continue
                 yield from _as_source_file(path, path.relative_to(root).as_posix())
+    if not_followed:
+        _log.warning(
+            "%s: left out %d links to folders or to nothing, such as %r",
+            *(root, len(not_followed), str(not_followed[0].relative_to(root))),
+        )
 
 
 def _raise(error: OSError) -> None:

@@ -50,6 +50,14 @@ CHECKSUMS = "SHA256SUMS"
 """The file that `sha256sum -c` reads."""
 
 
+def require_new(folder: Path) -> None:
+    """Raises FileExistsError if `folder` is there and not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(
+            f"'{folder}' exists and is not empty: name a new folder, or remove it"
+        )
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Give a folder beside `folder` to write into, which takes its name at the end, with the
@@ -58,10 +66,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: `folder` exists and is not empty; nothing in it is touched.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(
-            f"'{folder}' exists and is not empty: name a new folder, or remove it"
-        )
+    require_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -192,7 +193,7 @@ def _head(plan: Plan) -> str:
     if job.offload.compile_blocks:
         timed = "fused" if plan.placed.traced is None else "uncompiled"
         lines.append(f"layers are compiled: timed as {timed} operations")
-        if job.offload.activations.mode != "selective":
+        if job.offload.activations.mode not in ("selective", "keep"):
             lines[-1] += (
                 "; the bytes that they keep are planned as those of uncompiled ones, which is more"
             )
@@ -200,6 +201,8 @@ def _head(plan: Plan) -> str:
         known = is_timed_in_fp8(job, plan.machine)
         rate = f"{plan.machine.fp8_tflops:g} Tflop/s, with their casts" if known else _AS_BF16
         lines.append(f"FP8 products: {rate}")
+        if find_spec("torchao") is None:
+            lines[-1] += "; what layers keep is planned as of bf16: torchao is not installed"
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
         where = places[config.offload.weights.tier]

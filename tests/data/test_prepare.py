@@ -55,8 +55,10 @@ def mixed(tmp_path: Path) -> Path:
     return written(tmp_path / "source", texts)
 
 
-def test_files_and_lines_become_documents_that_end_with_a_zero(tmp_path: Path) -> None:
-    """Links are followed to files only. The output folder may lie in the source."""
+def test_files_and_lines_become_documents_that_end_with_a_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Links to files are followed, and others counted. The output folder may lie in the source."""
     texts = {
         "b.txt": b"bee",
         "a/z.txt": b"\xff\xfe",
@@ -68,8 +70,13 @@ def test_files_and_lines_become_documents_that_end_with_a_zero(tmp_path: Path) -
     (source / "linked").symlink_to(source / "b.txt")
     (source / "broken").symlink_to(source / "nowhere")
     (source / "loop").symlink_to(source)
+    (source / "a/itself").symlink_to("itself")
     os.mkfifo(source / "pipe")
     files = prepare(source, source / "out", val_fraction=0.0)
+    (record,) = caplog.records
+    assert record.message == (
+        f"{source}: left out 3 links to folders or to nothing, such as 'loop'"
+    )
     assert tokens(files.train) == b"ay\0\xff\xfe\0bee\0bee\0"
     assert (files.val, files.val_tokens, files.val_documents) == (None, 0, 0)
     assert (files.train_tokens, files.train_documents) == (14, 4)

@@ -61,6 +61,10 @@ def test_a_layer_saves_what_an_h100_has_measured(case: tuple[float, str], mib: i
     )
     saved = trace(job).activations.saved - trace(again).activations.saved
     assert saved / LAYERS / MIB == pytest.approx(mib, rel=0.005, abs=1)
+    if budget == 1.0:
+        keep = job.offload.replace(activation="keep", activation_budget=None)
+        kept = trace(replace(job, offload=keep)).activations.saved
+        assert kept - trace(again).activations.saved == saved, "torch's own choice has no budget"
 
 
 def test_planned_peaks_are_those_of_results_files() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -47,14 +48,21 @@ def test_the_measured_layer_of_an_h100() -> None:
     assert with_budget == pytest.approx(39.8 / 46.3, rel=0.02)
 
 
-def test_a_job_in_fp8_is_faster_where_its_casts_are_fused() -> None:
+def test_a_job_in_fp8_is_faster_where_its_casts_are_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain, compiled = (planned(*FP8[1:], *more) for more in ((), COMPILED[2:]))
     eager, fp8 = planned(*FP8), planned(*COMPILED)
     assert fp8.prediction.busy_s["compute"] < 0.93 * compiled.prediction.busy_s["compute"]
     assert eager.prediction == plain.prediction
-    assert fp8.device == compiled.device and fp8.host == compiled.host
+    assert fp8.host == compiled.host
+    less_bytes = sum(compiled.device.values()) - sum(fp8.device.values())
+    assert (less_bytes > 0) == (find_spec("torchao") is not None)
     assert "FP8 products: 1016 Tflop/s" in report.text(fp8)
     assert "FP8 products: timed as those of bf16" in report.text(eager)
+    assert ("torchao" in report.text(fp8)) == (find_spec("torchao") is None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    assert "what layers keep is planned as of bf16: torchao is not" in report.text(fp8)
     assert "FP8" not in report.text(compiled)
 
 

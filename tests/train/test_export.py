@@ -336,6 +336,9 @@ def test_what_cannot_be_exported_evaluated_or_continued_is_refused(
     ):
         assert main([str(argument) for argument in command]) == 2
         assert "pip install 'offloadtrain[hf]'" in capsys.readouterr().err
+    # Refused before a checkpoint is read or a package imported, which take seconds.
+    assert main(["export", str(untrained), str(part)]) == 2
+    assert "is not empty" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 

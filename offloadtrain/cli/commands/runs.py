@@ -106,11 +106,13 @@ def export(
         For a model trained with model.lora: write the base with the adapters merged in, instead of
         the adapters alone.
     """
+    from offloadtrain.integrations.export import require_new
     from offloadtrain.train.trained_model import export as write
     from offloadtrain.train.trained_model import open_saved
 
-    saved = open_saved(source)
     try:
+        require_new(out)  # before the checkpoint is verified and transformers imported
+        saved = open_saved(source)
         with ends_as_interrupted():
             written = write(saved, out, dtype=dtype, merge=merge)
     except FileExistsError as error:

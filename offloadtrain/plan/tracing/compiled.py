@@ -1,4 +1,4 @@
-"""What a compiled layer with a budget saves for backward.
+"""What a compiled layer saves for backward.
 
 [Note: What compiled layers save]
 torch's partitioner decides it ([Note: Compiled recompute] in `engine.autograd.compiled`): of a
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -91,12 +92,15 @@ def saved_share(
                 eager = _saved_by_eager(layer, args, kwargs)
             if config.fp8 != "off" and find_spec("torchao") is not None:
                 device = torch.device("cpu" if on_cpu else "meta")
-                Float8Layers(copied, config.fp8, device, is_compiled=True)
-            with _graphs_of_device(on_cpu=on_cpu):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torchao's imports warn of torch
+                    Float8Layers(copied, config.fp8, device, is_compiled=True)
+            with _graphs_of_device(on_cpu=on_cpu), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's compiler warns of torch
                 return _saved_by_compiled(layer, args, kwargs, budget, mode) / max(eager, 1)
         except Exception as error:
             _log.warning(
-                "activation_budget: what a compiled %s saves is not known (%s: %s). It is planned "
+                "compile_blocks: what a compiled %s saves is not known (%s: %s). It is planned "
                 "as %g times what it saves if it is not compiled",
                 *(type(layer).__name__, type(error).__name__, error, budget),
             )

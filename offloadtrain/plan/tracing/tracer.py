@@ -70,8 +70,8 @@ class Tracer:
 
     def __call__(self, config: Config) -> TracedStep:
         """Return the trace of a microbatch of this job; raises as `trace_step`."""
-        if _has_budget(config):
-            return _with_budget(self, config, partial(self._saved_share, config))
+        if _are_partitioned(config):
+            return _of_partitioned(self, config, partial(self._saved_share, config))
         size = config.train.micro_batch
         # Which saved tensors move depends on the size.
         of_any_size = config.offload.activations.mode == "offload_saved"
@@ -125,9 +125,15 @@ class Tracer:
             ) from error
 
 
-def _has_budget(config: Config) -> bool:
-    """Compiled layers save a share of what they would save."""
-    return config.offload.compile_blocks and config.offload.activations.mode == "selective"
+def _are_partitioned(config: Config) -> bool:
+    """The compiler decides what layers save."""
+    kept = config.offload.activations.mode in ("selective", "keep")
+    return config.offload.compile_blocks and kept
+
+
+def _budget(offload: OffloadConfig) -> float:
+    budget = offload.activations.compiled_budget
+    return 1.0 if budget is None else budget
 
 
 def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
@@ -135,18 +141,20 @@ def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
     return OffloadConfig(
         precision=offload.precision,
         activation="selective",
-        activation_budget=offload.activations.budget,
+        activation_budget=_budget(offload),
         compile_blocks=True,
         fp8=offload.fp8,
         cast_inputs=offload.activations.cast_inputs,
     )
 
 
-def _with_budget(trace: Trace, config: Config, share_of: Callable[[], float]) -> TracedStep:
+def _of_partitioned(trace: Trace, config: Config, share_of: Callable[[], float]) -> TracedStep:
     """Return the trace between those of recompute and of keeping all: its work in proportion to the
     budget, its memory to what compiled layers save."""
-    budget = config.offload.activations.compiled_budget or 0.0
-    offload = config.offload.replace(activation="recompute", activation_budget=None)
+    budget = _budget(config.offload)
+    offload = config.offload.replace(
+        activation="recompute", activation_budget=None, compile_blocks=False
+    )
     again = trace(replace(config, offload=offload))
     keep = trace(replace(config, offload=offload.replace(activation="keep", recompute_blocks=None)))
     memory: TracedStep = between(again, keep, share_of())
@@ -246,10 +254,10 @@ class ShapeTrace:
             PlanError: the model has no such shape as the transformer.
         """
         batch = self._microbatch(config)
-        if _has_budget(config):
+        if _are_partitioned(config):
             few = replace(batch, samples=min(batch.samples, _FEW))
             of_layers = _options_of_layers(config.offload)
-            return _with_budget(self, config, partial(_share_of_shape, few, of_layers))
+            return _of_partitioned(self, config, partial(_share_of_shape, few, of_layers))
         most = max(_MOST_TOKENS // batch.seq_len, _FEW)
         if batch.samples <= most:
             return traced_microbatch(batch)

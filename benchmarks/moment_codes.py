@@ -45,10 +45,10 @@ def code(exp_avg_bits: int, exp_avg_sq_bits: int) -> Iterator[None]:
 
 def start(wide: bool, weights: Tensor) -> State:
     if wide:
-        return Fp32State(weights.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL))
+        return Fp32State((weights.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL)))
     kinds = (torch.bfloat16, torch.int8, torch.uint8, torch.uint8)
     fields = [torch.zeros(NUMEL, dtype=kind) for kind in kinds]
-    state = Int8State(*fields, *(torch.zeros(blocks(NUMEL)) for _ in range(2)))
+    state = Int8State((*fields, *(torch.zeros(blocks(NUMEL)) for _ in range(2))))
     set_master(state, weights)
     return state
 

@@ -38,8 +38,8 @@ KINDS = ("even", "outliers", "sparse")
 def start(state: str, weights: Tensor) -> State:
     kinds = (torch.bfloat16, torch.int16, torch.bfloat16, torch.bfloat16)
     if state == "fp32":
-        return Fp32State(weights.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL))
-    split = Split16State(*(torch.zeros(NUMEL, dtype=kind) for kind in kinds))
+        return Fp32State((weights.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL)))
+    split = Split16State(torch.zeros(NUMEL, dtype=kind) for kind in kinds)
     set_master(split, weights)
     return split
 
@@ -63,7 +63,7 @@ def guessed_moments(
 
 def guessed_master(new: Tensor, moments: Sequence[Tensor], grad: Tensor, s: AdamScalars) -> Tensor:
     """Return the nearest master before the update. `moments`: before it, exactly."""
-    wide = Fp32State(torch.zeros(NUMEL), *(moment.clone() for moment in moments))
+    wide = Fp32State((torch.zeros(NUMEL), *(moment.clone() for moment in moments)))
     # Its master is minus the step that was taken.
     update(wide, grad, replace(s, weight_decay=0.0), layout=Layout.of_one(NUMEL))
     return ((new.double() - wide.master.double()) / (1 - s.lr * s.weight_decay)).float()

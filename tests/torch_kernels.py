@@ -130,8 +130,8 @@ def _at(state: State, lo: int, hi: int) -> State:
     """Elements [lo, hi) of every field; lo is a block's start if there are scales."""
     if isinstance(state, Int8State):
         scales = (x[lo // BLOCK : blocks(hi)] for x in state.scales)
-        return Int8State(*(x[lo:hi] for x in (*state[:2], *state.codes)), *scales)
-    return type(state)(*(x[lo:hi] for x in state))
+        return Int8State((*(x[lo:hi] for x in (*state[:2], *state.codes)), *scales))
+    return type(state)(x[lo:hi] for x in state)
 
 
 def _update_fp32(
@@ -233,9 +233,9 @@ def to_fp32(state: State) -> Fp32State:
     if isinstance(state, Fp32State):
         return state
     if isinstance(state, Split16State):
-        return Fp32State(master_of(state), *(moment.float() for moment in state[2:]))
+        return Fp32State((master_of(state), *(moment.float() for moment in state[2:])))
     assert isinstance(state, Int8State)
-    return Fp32State(master_of(state), *decode_moments(state))
+    return Fp32State((master_of(state), *decode_moments(state)))
 
 
 def decoded_master(state: State) -> Tensor:

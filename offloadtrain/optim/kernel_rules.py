@@ -112,7 +112,7 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
             working,
             layout,
             lambda master, moments, g: kernels.update(
-                kernels.Fp32State(master, *moments), g, scaled
+                kernels.Fp32State((master, *moments)), g, scaled
             ),
             step=scalars.step,
             grad_scale=scalars.grad_scale,
@@ -340,4 +340,4 @@ def _usage(rule: type[KeywordsOnly]) -> str:
 
 
 def _packed(format: StateFormat, tensors: tuple[Tensor, ...]) -> kernels.State:
-    return kernels.STATES[format.name](*tensors)
+    return kernels.STATES[format.name](tensors)

@@ -108,7 +108,7 @@ class Muon(KeywordsOnly, MatrixRule):
         common = dict(momentum=group["momentum"], nesterov=group["nesterov"], step=step, seed=seed)
         if format.name in kernels.STATES:
             scalars = kernels.BlendScalars(**common, grad_scale=grad_scale)
-            kernels.blend(kernels.STATES[format.name](*state), grad, target, layout, scalars)
+            kernels.blend(kernels.STATES[format.name](state), grad, target, layout, scalars)
             return
         # A codec decodes the state to fp32 buffers and scales the gradient.
         fields, scaled = format.fields(self.moments), kernels.BlendScalars(**common)
@@ -117,7 +117,7 @@ class Muon(KeywordsOnly, MatrixRule):
             def change(
                 master: Tensor, moments: list[Tensor], g: Tensor, part: slice = part
             ) -> None:
-                values = kernels.Fp32State(master, *moments)
+                values = kernels.Fp32State((master, *moments))
                 kernels.blend(values, g, target[part], Layout.of_one(g.numel()), scaled)
 
             # In ascending order: `target` is at the start of the gradient's memory, so every
@@ -172,7 +172,7 @@ class Muon(KeywordsOnly, MatrixRule):
         decay = 1 - group["lr"] * group["weight_decay"]
         rates = [group["lr"] * _adjustment(group["adjust_lr_fn"], shape) for shape in shapes]
         if format.name in kernels.STATES:
-            kernel_state = kernels.STATES[format.name](*state)
+            kernel_state = kernels.STATES[format.name](state)
             kernels.subtract(kernel_state, update, working, layout, decay=decay, rates=rates)
             return
         rate_of = dict(zip((id for _, _, id, _ in layout.rows()), rates, strict=True))
@@ -187,7 +187,7 @@ class Muon(KeywordsOnly, MatrixRule):
             master = torch.empty(
                 part_update.numel(), dtype=torch.float32, device=part_update.device
             )
-            values = kernels.Fp32State(master, torch.empty_like(master))
+            values = kernels.Fp32State((master, torch.empty_like(master)))
             kernels.read_master(format, self.moments, part_state, master)
             part_layout = Layout.of_one(part_update.numel())
             kernels.subtract(

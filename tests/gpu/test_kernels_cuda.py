@@ -52,8 +52,8 @@ def test_rules(rule: str) -> None:
     grad = torch.randn(NUMEL, generator=generator).to(torch.bfloat16 if HAS_BF16 else torch.float16)
     there, working = [field.to(DEVICE, copy=True) for field in state], torch.empty_like(grad)
     working_there = working.to(DEVICE, copy=True)
-    kernels.update(Fp32State(*state), grad, scalars, working=working)
-    on_device.update(Fp32State(*there), grad.to(DEVICE), working_there, scalars)
+    kernels.update(Fp32State(state), grad, scalars, working=working)
+    on_device.update(Fp32State(there), grad.to(DEVICE), working_there, scalars)
     # Without momentum torch leaves the buffer as it is, and the host's kernel fills it.
     compared = 1 if rule == "momentum, off" else len(state)
     for actual, expected in zip(there[:compared], state[:compared], strict=True):
@@ -67,7 +67,7 @@ def test_narrow_state_is_updated_by_compiled_code(name: str) -> None:
     assert kernels.compiles(scalars) or not HAS_GPU
     # split16 keeps masters to the last bit: the lowest of 8 bytes may differ everywhere.
     assert test_on_device_narrow.compare(name, scalars, DEVICE) < 0.13
-    state = STATES[name](*(field.to(DEVICE) for field in test_on_device_narrow.made(name)))
+    state = STATES[name](field.to(DEVICE) for field in test_on_device_narrow.made(name))
     grad = torch.ones(test_on_device_narrow.NUMEL, dtype=torch.bfloat16, device=DEVICE)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats(DEVICE)
@@ -81,7 +81,7 @@ def test_narrow_state_is_updated_by_compiled_code(name: str) -> None:
 def test_matrices_on_the_device() -> None:
     layout, rates = test_matrices.LAYOUT, test_matrices.RATES
     host = test_matrices.state_of("fp32")
-    there: Any = Fp32State(*(field.to(DEVICE, copy=True) for field in host))
+    there: Any = Fp32State(field.to(DEVICE, copy=True) for field in host)
     grad = format_cases.gradient(test_matrices.NUMEL, torch.float32, 5)
     target = torch.zeros(test_matrices.NUMEL, dtype=torch.bfloat16)
     target_there = target.to(DEVICE, copy=True)

@@ -113,7 +113,7 @@ class NarrowLambRun(NarrowRuleRun):
         for name in self.trained:
             state, grad = self.states[name], sums[name].reshape(-1)
             layout = Layout.of_one(grad.numel(), self.ids[name])
-            scratch = type(state)(*(field.clone() for field in state))
+            scratch = type(state)(field.clone() for field in state)
             scratch[0].zero_(), scratch[1].zero_()
             torch_kernels.update(scratch, scratch, grad, None, layout, tried)
             direction = -torch_kernels.to_fp32(scratch)[0]

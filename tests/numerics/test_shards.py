@@ -59,9 +59,9 @@ def test_stochastic_rounding_does_not_know_of_shards(
             (lo // kernels.BLOCK, hi // kernels.BLOCK) if len(x) < numel else (lo, hi)
             for x in state
         ]
-        part = type(state)(*(x[a:b].clone() for x, (a, b) in zip(state, cuts, strict=True)))
+        part = type(state)((x[a:b].clone() for x, (a, b) in zip(state, cuts, strict=True)))
         actual = stepped(part, grad[lo:hi].clone(), bucket.layout, backend)
-        wanted = type(state)(*(x[a:b] for x, (a, b) in zip(expected, cuts, strict=True)))
+        wanted = type(state)((x[a:b] for x, (a, b) in zip(expected, cuts, strict=True)))
         assert not differing(actual, wanted), bucket.lo
 
 

@@ -112,7 +112,7 @@ def test_only_norms_are_on_the_host_and_nothing_else_crosses_the_bus() -> None:
 
 
 def fields(numel: int) -> Fp32State:
-    return Fp32State(torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.01)
+    return Fp32State((torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.01))
 
 
 RULES: dict[str, Any] = {
@@ -136,8 +136,8 @@ def test_rules_are_those_of_the_host(
     monkeypatch.setattr(on_device, "_PIECE", 1024)
     torch.manual_seed(0)
     rule, numel = RULES[name], 5 * 1024 + 64
-    on_host = Fp32State(*fields(numel)[: 1 + len(rule.moments)])
-    two = Fp32State(*(field.clone() for field in on_host))
+    on_host = Fp32State(fields(numel)[: 1 + len(rule.moments)])
+    two = Fp32State(field.clone() for field in on_host)
     if name == "adagrad":
         for state in (on_host, two):
             state[1].abs_()

@@ -196,7 +196,7 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
     tensors = iter(Arena(Ledger(), pin=False).map(requests))
     made, out = (
         {
-            name: _TYPES[name](*(next(tensors) for _ in state_fields))
+            name: _TYPES[name](next(tensors) for _ in state_fields)
             for name, state_fields in fields.items()
         }
         for _ in range(2)
@@ -249,7 +249,7 @@ def _of_rule(state: State, scalars: Scalars) -> State:
     moments = ADAM_MOMENTS[::-1] if scalars.moments == ("sum",) else ADAM_MOMENTS
     by_name = dict(zip(state.names(), state, strict=True))
     fields = state.format.fields(moments[: len(scalars.moments)])
-    return type(state)(*(by_name[field.name] for field in fields))
+    return type(state)(by_name[field.name] for field in fields)
 
 
 def _other_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:

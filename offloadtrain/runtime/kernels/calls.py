@@ -231,7 +231,7 @@ def read_master(
     """
     kind = STATES.get(format.name)
     if kind is not None and kind is not Fp32State and state[0].is_cpu:
-        packed = kind(*state)
+        packed = kind(state)
         _check_master(packed, target)
         active_backend().read_master(packed, target)
         return

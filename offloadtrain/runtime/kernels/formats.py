@@ -110,13 +110,13 @@ class _Int8:
     format = INT8
 
     def load(self, fields: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        state = Int8State(*fields)
+        state = Int8State(fields)
         return [join_int8(state.weight, state.correction), *decode_moments(state)]
 
     def store(
         self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
     ) -> None:
-        state, (master, *moments) = Int8State(*fields), values
+        state, (master, *moments) = Int8State(fields), values
         if draw is None:
             nearest, _ = halves(0x80080080)  # half a unit in each of the three random numbers
             random = torch.full(master.shape, nearest, dtype=torch.int32, device=master.device)

@@ -261,7 +261,7 @@ def _run_by_codec(state: State, out: State, grad: Tensor, layout: Layout, scalar
     unscaled: Scalars = replace(made, grad_scale=1.0)
 
     def change(master: Tensor, moments: list[Tensor], g: Tensor) -> None:
-        values = Fp32State(master, *moments)
+        values = Fp32State((master, *moments))
         _run_fp32(values, values, g, None, unscaled)
 
     update_by_codec(

@@ -14,7 +14,7 @@ to the largest of their block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,9 +42,6 @@ class State(tuple[Tensor, ...]):
 
     __slots__ = ()
     format: ClassVar[StateFormat]
-
-    def __new__(cls, *fields: Tensor) -> Self:
-        return super().__new__(cls, fields)
 
     def names(self, moments: Sequence[str] = ADAM_MOMENTS) -> list[str]:
         """The fields' names, for a rule with these moments."""

@@ -37,13 +37,13 @@ def zero_state(name: str, numel: int, dtype: torch.dtype) -> State:
         return torch.zeros(count, dtype=kind)
 
     if name == "fp32":
-        return kernels.Fp32State(*(zeros(torch.float32) for _ in range(3)))
+        return kernels.Fp32State(zeros(torch.float32) for _ in range(3))
     if name == "split16":
         halves = [zeros(torch.bfloat16) for _ in range(3)]
-        return kernels.Split16State(halves[0], zeros(torch.int16), *halves[1:])
+        return kernels.Split16State((halves[0], zeros(torch.int16), *halves[1:]))
     scales = [zeros(torch.float32, kernels.blocks(numel)) for _ in range(2)]
     codes = (zeros(torch.int8), zeros(torch.uint8), zeros(torch.uint8))
-    return kernels.Int8State(zeros(dtype), *codes, *scales)
+    return kernels.Int8State((zeros(dtype), *codes, *scales))
 
 
 def random_state(name: str, numel: int, dtype: torch.dtype, seed: int = 0) -> State:
@@ -51,9 +51,11 @@ def random_state(name: str, numel: int, dtype: torch.dtype, seed: int = 0) -> St
     source = torch.Generator().manual_seed(seed)
     spread = 10 ** torch.empty(numel).uniform_(-4, 0, generator=source)
     values = kernels.Fp32State(
-        spread * torch.randn(numel, generator=source),
-        1e-2 * spread * torch.randn(numel, generator=source),
-        1e-3 * spread.square(),
+        (
+            spread * torch.randn(numel, generator=source),
+            1e-2 * spread * torch.randn(numel, generator=source),
+            1e-3 * spread.square(),
+        ),
     )
     state = zero_state(name, numel, dtype)
     from_fp32(state, values)
@@ -85,7 +87,7 @@ def special_gradient(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def clone(state: State) -> State:
-    return type(state)(*(tensor.clone() for tensor in state))
+    return type(state)(tensor.clone() for tensor in state)
 
 
 def stepped(

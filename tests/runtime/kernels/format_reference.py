@@ -136,7 +136,7 @@ def decoded_code(code: Tensor) -> Tensor:
 def wide_before(state: State) -> Fp32State:
     """What the step decodes. 8-bit moments are as the kernels read them."""
     wide = torch_kernels.to_fp32(state)
-    return Fp32State(master_of(state).clone(), wide.exp_avg.clone(), wide.exp_avg_sq.clone())
+    return Fp32State((master_of(state).clone(), wide.exp_avg.clone(), wide.exp_avg_sq.clone()))
 
 
 def wide_after(case: Case) -> Fp32State:

@@ -38,7 +38,7 @@ def fused_adam(
     scalars: AdamScalars,
 ) -> None:
     """The kernel in force, on fp32 state."""
-    state = kernels.Fp32State(master, exp_avg, exp_avg_sq)
+    state = kernels.Fp32State((master, exp_avg, exp_avg_sq))
     kernels.update(state, grad, scalars, working=working)
 
 
@@ -51,7 +51,7 @@ def plain_adam(
     scalars: AdamScalars,
 ) -> None:
     """The oracle: the same in plain torch."""
-    state = kernels.Fp32State(master, exp_avg, exp_avg_sq)
+    state = kernels.Fp32State((master, exp_avg, exp_avg_sq))
     torch_kernels.update(state, state, grad, working, None, scalars)
 
 

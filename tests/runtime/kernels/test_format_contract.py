@@ -129,9 +129,9 @@ def test_zero_memory_is_a_state(name: str, dtype: torch.dtype, backend: Backend)
 @each_state
 def test_views_at_odd_addresses(name: str, dtype: torch.dtype, backend: Backend) -> None:
     case = one_case(name, dtype, 4099)
-    wide = type(case.state)(*(torch.cat([x[:1], x, x[:1]]) for x in case.state))
+    wide = type(case.state)(torch.cat([x[:1], x, x[:1]]) for x in case.state)
     before = clone(wide)
-    view = type(wide)(*(x[1:-1] for x in wide))
+    view = type(wide)(x[1:-1] for x in wide)
     grad = torch.cat([case.grad[:3], case.grad])[3:]
     with kernels.use(backend):
         kernels.update(view, grad, SCALARS, layout=case.layout)
@@ -152,10 +152,10 @@ def test_threads_do_not_change_bits(name: str, dtype: torch.dtype) -> None:
 def test_a_longer_parameter_starts_with_the_same_bits(name: str, dtype: torch.dtype) -> None:
     case, step = one_case(name, dtype, 2048), kernel_step(BACKENDS[0])
     layout = Layout.of_one(1024, 9)
-    shorter = type(case.state)(*(x[: x.numel() // 2].clone() for x in case.state))
+    shorter = type(case.state)(x[: x.numel() // 2].clone() for x in case.state)
     result = step(replace(case, state=shorter, grad=case.grad[:1024], layout=layout))
     longer = step(case)
-    assert differing(result, type(longer)(*(x[: x.numel() // 2] for x in longer))) == {}
+    assert differing(result, type(longer)(x[: x.numel() // 2] for x in longer)) == {}
 
 
 def test_seeds_are_taken_modulo_2_to_the_64() -> None:
@@ -169,7 +169,7 @@ def test_seeds_are_taken_modulo_2_to_the_64() -> None:
 
 
 def garbage(state: State) -> State:
-    return type(state)(*(torch.full_like(raw(x), 0xA5).view(x.dtype).view(-1) for x in state))
+    return type(state)(torch.full_like(raw(x), 0xA5).view(x.dtype).view(-1) for x in state)
 
 
 @each_backend
@@ -341,7 +341,7 @@ def test_masters_are_decoded_as_the_codec_does(
             part = kernels.cut(state.format.fields(ADAM_MOMENTS), state, 0, numel)
             actual, expected = (
                 torch.full((numel,), 5.0),
-                torch_kernels.master_of(type(state)(*part)),
+                torch_kernels.master_of(type(state)(part)),
             )
             with kernels.use(used):
                 kernels.read_master(state.format, ADAM_MOMENTS, part, actual)

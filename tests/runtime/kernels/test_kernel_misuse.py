@@ -175,19 +175,17 @@ except ValueError:
 
 def narrow(numel: int = N) -> kernels.Split16State:
     halves = [ones(numel, torch.bfloat16) for _ in range(3)]
-    return kernels.Split16State(halves[0], ones(numel, torch.int16), *halves[1:])
+    return kernels.Split16State((halves[0], ones(numel, torch.int16), *halves[1:]))
 
 
 def eight(numel: int = N) -> kernels.Int8State:
     codes = (ones(numel, torch.int8), ones(numel, torch.uint8), ones(numel, torch.uint8))
     scales = [ones(kernels.blocks(numel)) for _ in range(2)]
-    return kernels.Int8State(ones(numel, torch.bfloat16), *codes, *scales)
+    return kernels.Int8State((ones(numel, torch.bfloat16), *codes, *scales))
 
 
 def replaced(state: kernels.State, **changed: Tensor) -> kernels.State:
-    return type(state)(
-        *(changed.get(name, x) for name, x in zip(state.names(), state, strict=True))
-    )
+    return type(state)((changed.get(name, x) for name, x in zip(state.names(), state, strict=True)))
 
 
 ONE = kernels.Layout.of_one(N)
@@ -263,6 +261,6 @@ def test_accumulate_refuses_a_layout_beyond_the_end() -> None:
 
 
 def test_the_traffic_loop_refuses() -> None:
-    state = kernels.Fp32State(ones(), ones(), ones())
+    state = kernels.Fp32State((ones(), ones(), ones()))
     with pytest.raises(TypeError, match="16 bits"):
         kernels.traffic(state, ones(), ones(dtype=torch.bfloat16))

@@ -41,7 +41,7 @@ def test_a_parameter_beyond_2_31_elements() -> None:
     needs(20)
     codes = (torch.int8, torch.uint8, torch.uint8, torch.float32, torch.float32)
     grad, *fields = arena(torch.bfloat16, torch.bfloat16, *codes)
-    state = kernels.Int8State(*fields)
+    state = kernels.Int8State(fields)
     small, small_grad = random_state("int8", TAIL, torch.bfloat16), gradient(TAIL, torch.bfloat16)
     grad[LARGE : LARGE + TAIL] = small_grad
     grad[5] = grad[LARGE - 1] = 1.0
@@ -51,7 +51,7 @@ def test_a_parameter_beyond_2_31_elements() -> None:
         kernels.update(state, grad, SCALARS, layout=Layout([0, LARGE], [LARGE, TAIL], [1, 2]))
     expected = stepped(small, small_grad, Layout([0], [TAIL], [2]), preferred())
     actual = (tail_of(buffer, piece) for buffer, piece in zip(state, expected, strict=True))
-    assert differing(kernels.Int8State(*actual), expected) == {}
+    assert differing(kernels.Int8State(actual), expected) == {}
     changed = [i for i, piece in enumerate(state.weight[:LARGE].split(1 << 24)) if piece.any()]
     assert changed == [0, (LARGE >> 24) - 1]
     assert state.weight[5] != 0 and state.weight[LARGE - 1] != 0

@@ -34,9 +34,9 @@ def state_of(name: str) -> State:
     """Masters, and an average from earlier steps."""
     master, average = gradient(NUMEL, torch.float32, 2), gradient(NUMEL, torch.float32, 3)
     if name == "fp32":
-        return kernels.Fp32State(master, average)
+        return kernels.Fp32State((master, average))
     weight, low = codec.split(master)
-    return kernels.Split16State(weight, low, average.bfloat16())
+    return kernels.Split16State((weight, low, average.bfloat16()))
 
 
 def front_of(memory: Tensor, dtype: torch.dtype, numel: int = NUMEL) -> Tensor:
@@ -174,5 +174,5 @@ def test_operands_that_are_refused() -> None:
             state_of("split16"), target, target.clone(), LAYOUT, decay=1.0, rates=RATES
         )
     with pytest.raises(TypeError, match="must be Fp32State or Split16State"):
-        kernels.blend(kernels.Int8State(*state), grad, target, LAYOUT, SCALARS)
+        kernels.blend(kernels.Int8State(state), grad, target, LAYOUT, SCALARS)
     assert torch.equal(clone(state)[1], state_of("fp32")[1])

@@ -73,17 +73,17 @@ def update_narrow(name: str) -> None:
         memory(field.numel(NUMEL), getattr(torch, field.dtype or "bfloat16"))
         for field in kind.format.fields(ADAM_MOMENTS)
     )
-    on_device.update_narrow(kind(*fields), memory(dtype=torch.bfloat16), LAYOUT, ADAM)
+    on_device.update_narrow(kind(fields), memory(dtype=torch.bfloat16), LAYOUT, ADAM)
 
 
 def blend() -> None:
     scalars = BlendScalars(momentum=0.95, nesterov=True, step=3)
-    state, target = Fp32State(memory(), memory()), memory(dtype=torch.bfloat16)
+    state, target = Fp32State((memory(), memory())), memory(dtype=torch.bfloat16)
     on_device.blend(state, memory(dtype=torch.bfloat16), target, LAYOUT, scalars)
 
 
 def subtract() -> None:
-    state, change = Fp32State(memory(), memory()), memory(dtype=torch.bfloat16)
+    state, change = Fp32State((memory(), memory())), memory(dtype=torch.bfloat16)
     on_device.subtract(state, change, memory(dtype=torch.bfloat16), LAYOUT, 0.9, [0.1, 0.2])
 
 

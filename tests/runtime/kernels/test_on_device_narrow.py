@@ -30,7 +30,7 @@ def made(name: str, weights: str = "bfloat16") -> State:
         torch.zeros(field.numel(NUMEL), dtype=getattr(torch, field.dtype or weights))
         for field in kind.format.fields(ADAM_MOMENTS)
     )
-    state = kind(*fields)
+    state = kind(fields)
     values = torch.randn(NUMEL) * 0.02, torch.randn(NUMEL) * 1e-3, torch.rand(NUMEL) * 1e-5
     CODECS[name].store(state, values, None)
     return state
@@ -66,8 +66,8 @@ def compare(name: str, scalars_of_step: AdamScalars, on: str | torch.device = "c
     host, state = made(name), [field.to(on) for field in made(name)]
     grad = torch.randn(NUMEL).bfloat16()
     kernels.update(host, grad, scalars_of_step, layout=LAYOUT)
-    on_device.update_narrow(STATES[name](*state), grad.to(on), LAYOUT, scalars_of_step)
-    device = STATES[name](*(field.cpu() for field in state))
+    on_device.update_narrow(STATES[name](state), grad.to(on), LAYOUT, scalars_of_step)
+    device = STATES[name](field.cpu() for field in state)
     pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(host, device, strict=True)]
     check_close(name, host, device, torch.ones(NUMEL, dtype=torch.bool))
     return sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
@@ -190,7 +190,7 @@ def test_buffers_that_end_within_a_block_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(on_device, "_compiled", lambda *_: on_device.narrow_adam)
     fields = (field[:100] if field.numel() == NUMEL else field[:1] for field in made("int8"))
     with pytest.raises(ValueError, match="100 elements end within a block of 128"):
-        state = STATES["int8"](*fields)
+        state = STATES["int8"](fields)
         on_device.update_narrow(state, torch.randn(100), Layout.of_one(100), scalars())
 
 

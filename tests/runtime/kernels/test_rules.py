@@ -71,12 +71,10 @@ def made(
     """State of (n,) fp32 values, rounded to nearest. `weight`: of working weights in it."""
     format, numel = FORMATS[name], values[0].numel()
     state = KINDS[name](
-        *(
-            torch.zeros(
-                field.numel(numel), dtype=getattr(torch, field.dtype) if field.dtype else weight
-            )
-            for field in format.fields(moments)
+        torch.zeros(
+            field.numel(numel), dtype=getattr(torch, field.dtype) if field.dtype else weight
         )
+        for field in format.fields(moments)
     )
     kernels.convert_by_codec(FORMATS["fp32"], tuple(values), format, tuple(state))
     return state
@@ -217,7 +215,7 @@ def compare_with_torch(rule: Any, steps: int, numel: int = 1 << 14, **changed: A
     param = torch.randn(numel, generator=source, requires_grad=True)
     optimizer = TORCHS[type(rule)]([param], **rule.defaults(), fused=True)
     moments = [torch.zeros(numel) for _ in rule.moments]
-    state = kernels.Fp32State(param.detach().clone(), *moments)
+    state = kernels.Fp32State((param.detach().clone(), *moments))
     for step in range(1, steps + 1):
         lr = 1e-3 * (1 + step % 7)
         optimizer.param_groups[0]["lr"] = lr
@@ -278,13 +276,13 @@ def test_states_of_another_rule_are_refused() -> None:
     numel = 128
     lion, adagrad = scalars_of(RULES["lion"], 1), scalars_of(RULES["adagrad"], 1)
     grads = gradient(numel, torch.float32)
-    three = kernels.Fp32State(*(torch.ones(numel) for _ in range(3)))
+    three = kernels.Fp32State(torch.ones(numel) for _ in range(3))
     with pytest.raises(TypeError, match="fp32 state of exp_avg has 2 fields, not 3"):
         kernels.update(three, grads, lion)
     eight = made("int8", ("exp_avg",), random_values(numel, ("exp_avg",)))
     with pytest.raises(TypeError, match="int8 state cannot keep sum"):
         kernels.update(eight, grads, adagrad, layout=Layout.of_one(numel))
-    short = kernels.Fp32State(torch.ones(numel), torch.ones(5))
+    short = kernels.Fp32State((torch.ones(numel), torch.ones(5)))
     momentum = scalars_of(RULES["momentum"], 1)
     with pytest.raises(ValueError, match="momentum_buffer has 5 elements"):
         kernels.update(short, grads, replace(momentum, step=2))  # type: ignore[type-var]

@@ -153,7 +153,7 @@ def nearest_bf16(run: Run) -> Fp32State:
         v = (s.beta2 * v + (1 - s.beta2) * g * g).bfloat16().double()
         m_hat, v_hat = m / (1 - s.beta1**step), v / (1 - s.beta2**step)
         p -= s.lr * m_hat / (v_hat.sqrt() + s.eps)
-    return Fp32State(p.float(), m.float(), v.float())
+    return Fp32State((p.float(), m.float(), v.float()))
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_default(): print("ran on", kind())
 
     eight, default = kinds(file.name)[:8], kinds(file.name)[8:]
     assert eight[:4] == eight[4:] and default == ["SequentialLanes"]
-    assert sorted(set(eight)) == ["SeededLanes", "SequentialLanes", "ThreadLanes"]
+    assert sorted(set(eight)) == ["PausingLanes", "SeededLanes", "SequentialLanes"]
     assert len(kinds(f"{file.name}::test_eight")) == 32
     assert kinds(f"{file.name}::test_default") == ["SequentialLanes"]
 

@@ -200,7 +200,7 @@ def test_workers_run_the_same_cases(suite: list[pytest.Item], pytester: pytest.P
     """Those of the seed that the header prints."""
     file = pytester.makepyfile(**{suite[0].path.stem: SUITE})
     folder = pytester.mkpydir("tests")
-    for name in ("levels.py", "drawn_lanes.py", "seeded_lanes.py"):
+    for name in ("levels.py", "drawn_lanes.py", "harsh_lanes.py", "seeded_lanes.py"):
         shutil.copy(HERE / name, folder)
     shutil.copy(HERE / "conftest.py", pytester.path)
     done = pytester.runpytest_subprocess("-n", "2", "--level", "quick", "-v", file.name)

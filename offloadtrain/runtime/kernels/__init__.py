@@ -2,8 +2,8 @@
 
 Every backend gives the same bits, whatever the instruction set and the number of threads. All
 tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written. If
-the first one is on a GPU, all are, and torch does the work (`on_device`). Start at `calls.update`,
-then `native.py`; `selection.py` picks the backend.
+the first one is on a GPU, all are, and torch does the work (`on_device`). Start at `calls.update`;
+`selection.py` has the native kernels, and picks the backend.
 """
 
 from offloadtrain.runtime.kernels.calls import (

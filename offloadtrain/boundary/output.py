@@ -38,9 +38,10 @@ def tell(text: str, file: TextIO | None = None) -> None:
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a message, with visible control characters. A closed terminal ends the output, not the
-    work."""
-    tell(sanitize(text), sys.stderr)
+    """Print a message, with visible control characters. One that cannot be written is lost, and
+    later ones are tried again."""
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
+        print(sanitize(text), file=sys.stderr, flush=True)
 
 
 def _filtered(stream: TextIO) -> TextIO:

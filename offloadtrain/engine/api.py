@@ -267,7 +267,7 @@ def offload(
         division = Division(replicas=Ranks.of(process_group, device))
         if chosen.skip_unused or any(map(is_distributed, model.parameters())):
             division = _divided(division, device)
-    # What is made here is trained, whatever mode the caller is in.
+    # Weights that are made here are trained, also if the caller is in inference mode.
     with torch.inference_mode(False):
         return attach(model, rule, params, chosen, device, division, param_init_fn)
 

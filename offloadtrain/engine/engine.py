@@ -323,7 +323,7 @@ class Engine:
             A copy of a streamed block's weights; None: the parameter's own memory can be read.
         """
         in_forward = self.forward_hooks.is_running
-        # Not in inference mode: what is copied in an evaluation counts writes, too.
+        # Not in inference mode: copies of an evaluation need version counters, too.
         normal = torch.inference_mode(False)
         with self._interpreter.lock, normal, torch.no_grad(), past_the_class():
             return block.source.read(block, slot, in_graph=in_graph, in_forward=in_forward)

@@ -311,7 +311,10 @@ class Functions:
         """Copy the hyperparameters of a group. Its update runs on a lane later, while a scheduler
         may change them: it writes into a learning rate that is a tensor."""
         values = {name: value for name, value in self.groups[group].items() if name != "params"}
-        return {n: v.item() if isinstance(v, Tensor) else v for n, v in values.items()}
+        return {
+            name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for name, value in values.items()
+        }
 
     @contextmanager
     def average(self, update: Callable[..., None]) -> Iterator[None]:

@@ -393,9 +393,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._engine.program.mode.speculate(enabled=enabled)
 
     def keep_exact(self) -> None:
-        """In update mode "speculative", between two steps: stay in mode "exact", and give the
-        second copies of the state back, except where the model is divided among ranks."""
-        if self._engine.program.spec.second_copies and self._promotion.can_move:
+        """In update mode "speculative", between two steps, on all ranks: stay in mode "exact", and
+        give the second copies of the state back, except with `skip_unused` and where the model is
+        divided among ranks. It takes about as long as `offload()`."""
+        # Whatever copies this rank has: hosts may have room for different ones.
+        if self.config.update == "speculative" and self._promotion.can_move:
             config = self.config.replace(update="exact")
             self._relayout("update = 'exact'", config, state_on=config.state.tier)
 

@@ -30,7 +30,7 @@ class _LogFile:
     """The open log, and the space that is reserved for its last record.
 
     Attributes:
-        reported_removal: somebody was told that it is removed, and cannot be made again.
+        reported_removal: the message that it is removed, and cannot be made again, was printed.
     """
 
     def __init__(self, path: Path) -> None:

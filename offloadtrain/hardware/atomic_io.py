@@ -12,15 +12,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a new file durably.
+
+    Args:
+        mode: permissions, less those of the umask.
 
     Raises:
         FileExistsError: `path` exists; a crash-safe writer never overwrites.
         OSError: the disk is full or failing; a part of the file may remain.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with _opened(path, flags) as fd:
+    with _opened(path, flags, mode) as fd:
         rest = memoryview(content)
         while len(rest):
             rest = rest[os.write(fd, rest) :]
@@ -70,8 +73,8 @@ def remove_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags, 0o600)
+def _opened(path: Path, flags: int, mode: int = 0) -> Iterator[int]:
+    fd = os.open(path, flags, mode)
     try:
         yield fd
     finally:

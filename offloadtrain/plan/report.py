@@ -201,7 +201,8 @@ def _head(plan: Plan) -> str:
         known = is_timed_in_fp8(job, plan.machine)
         rate = f"{plan.machine.fp8_tflops:g} Tflop/s, with their casts" if known else _AS_BF16
         lines.append(f"FP8 products: {rate}")
-        if find_spec("torchao") is None:
+        asks_compiler = job.offload.activations.mode in ("selective", "keep")
+        if job.offload.compile_blocks and asks_compiler and find_spec("torchao") is None:
             lines[-1] += "; what layers keep is planned as of bf16: torchao is not installed"
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sys
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.boundary.output import sanitized_output
+from offloadtrain.boundary.output import sanitized_output, say_on_stderr
 from offloadtrain.boundary.sanitize import (
     one_line,
     sanitize,
@@ -84,3 +85,26 @@ def test_whatever_is_printed_is_filtered_and_the_streams_come_back(
     assert (sys.stdout, sys.stderr) == before
     out, err = capsys.readouterr()
     assert out.replace("\n", "").isprintable() and err[:-1].isprintable()
+
+
+def test_a_lost_message_does_not_end_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk that is full for a while."""
+    lines: list[str] = []
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            if not lines:
+                lines.append("lost")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+        def fileno(self) -> int:
+            raise AssertionError("the descriptor stays as it is")
+
+    stream = Full()
+    monkeypatch.setattr(sys, "stderr", stream)
+    say_on_stderr("first")
+    say_on_stderr("second")
+    assert stream.getvalue() == "second\n"

@@ -50,6 +50,8 @@ def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
     assert machine.on_cpu is not torch.cuda.is_available()
     assert "wrote" in captured.err and file.read_text().startswith("# Quickly measured by")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode  # others may read it
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
 from multiprocessing.connection import Connection
@@ -121,10 +122,12 @@ def _traced_once(batch: Microbatch) -> TracedStep:
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the others wait for the result
         file.seek(0)
-        if content := file.read():
-            step: TracedStep = pickle.loads(content)
+        # A process that was killed meanwhile may have written a part.
+        with suppress(EOFError, pickle.UnpicklingError):
+            step: TracedStep = pickle.loads(file.read())
             return step
         step = _trace(batch)
+        file.truncate(0)
         file.write(pickle.dumps(step))
     return step
 

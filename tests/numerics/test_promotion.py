@@ -137,9 +137,7 @@ def test_second_copies_are_given_back(name: str, late: bool) -> None:
     """After steps that guessed, which left the newer state in either copy."""
     options = COPIES[name]
     accum = options.get("accum", 1)
-    lanes = SeededLanes(3, late=late)
-    lanes.poison = True
-    with on_lanes(lanes):
+    with on_lanes(poisoned(SeededLanes(3, late=late))):
         run, optimizer, model = pair(Chain(3), update="speculative", clip=1e9, **options)
     state_on, stream = optimizer.config.state.tier, batches(7 * accum)
     follow(run, optimizer, model, stream[: 4 * accum], accum)

@@ -104,7 +104,7 @@ def _replace(path: Path, text: str) -> None:
 
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_file(fresh, text.encode())
+        write_file(fresh, text.encode(), 0o666)  # other users may plan with it
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)

@@ -163,12 +163,12 @@ def generate(
     """
     from offloadtrain.model.language_model import Sampling
     from offloadtrain.runtime.device import resolve_device
-    from offloadtrain.train.trained_model import generate as continued
+    from offloadtrain.train.trained_model import generate as generate_text
     from offloadtrain.train.trained_model import open_model
 
     trained = open_model(source, resolve_device(device))
     chosen = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    text = continued(trained, prompt, max_tokens, chosen, chat=chat)
+    text = generate_text(trained, prompt, max_tokens, chosen, chat=chat)
     print(text if chat else prompt + text)
 
 

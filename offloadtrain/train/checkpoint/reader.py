@@ -182,7 +182,7 @@ def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     reader = _WindowReader(path, file)
-    # In the order of the file, whose first damage is the one that is told.
+    # In the order of the file, so that its first damage is reported.
     ordered = [parts for _, parts in sorted(windows.items())]
     with closing(file):
         tasks = [pool.submit(reader.read, parts) for parts in ordered]

@@ -393,10 +393,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._engine.program.mode.speculate(enabled=enabled)
 
     def keep_exact(self) -> None:
-        """In update mode "speculative", between two steps, on all ranks: stay in mode "exact", and
-        give the second copies of the state back, except with `skip_unused` and where the model is
-        divided among ranks. It takes about as long as `offload()`."""
-        # Whatever copies this rank has: hosts may have room for different ones.
+        """On all ranks, between steps of "speculative": stay in mode "exact" and free the second
+        copies, of which hosts may have different ones. It takes as long as `offload()`."""
         if self.config.update == "speculative" and self._promotion.can_move:
             config = self.config.replace(update="exact")
             self._relayout("update = 'exact'", config, state_on=config.state.tier)

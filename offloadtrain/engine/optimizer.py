@@ -393,8 +393,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._engine.program.mode.speculate(enabled=enabled)
 
     def keep_exact(self) -> None:
-        """On all ranks, between steps of "speculative": stay in mode "exact" and free the second
-        copies, of which hosts may have different ones. It takes as long as `offload()`."""
+        """On all ranks, between steps of "speculative": stay in mode "exact" and, where state can
+        move, free the second copies (hosts may have different ones). As slow as `offload()`."""
         if self.config.update == "speculative" and self._promotion.can_move:
             config = self.config.replace(update="exact")
             self._relayout("update = 'exact'", config, state_on=config.state.tier)

@@ -295,15 +295,15 @@ def test_a_record_that_is_written_in_parts(log: Path, monkeypatch: pytest.Monkey
 
 
 def test_records_lost_on_a_full_disk_are_counted_in_the_log(log: Path, disk: Disk) -> None:
-    said: list[str] = []
-    writer = opened(log, capacity=5, say=said.append)
+    lines: list[str] = []
+    writer = opened(log, capacity=5, say=lines.append)
     disk.room = 0
     writer.emit(_step(0))
     _waits(lambda: writer.error)
     for number in range(1, 10):
         writer.emit(_step(number))
     disk.room = 1 << 30
-    _waits(lambda: len(said) == 2)
+    _waits(lambda: len(lines) == 2)
     writer.emit(_step(10))
     writer.close()
     events = [record.event for record in log_lines.read(log)]
@@ -313,16 +313,16 @@ def test_records_lost_on_a_full_disk_are_counted_in_the_log(log: Path, disk: Dis
         events[6].message == "4 events were lost: the log's disk refused (No space left on device)"
     )
     assert events[7:] == [_step(10)], "reported once"
-    assert said[0].startswith("warning: the event log cannot be written (No space left on device)")
-    assert said[1:] == ["the event log is being written again; 4 records were lost"]
+    assert lines[0].startswith("warning: the event log cannot be written (No space left on device)")
+    assert lines[1:] == ["the event log is being written again; 4 records were lost"]
 
 
 def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     log: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
-    said: list[str] = []
-    writer = opened(log, capacity=5, say=said.append)
+    lines: list[str] = []
+    writer = opened(log, capacity=5, say=lines.append)
     writer.emit(_step(0))
     assert writer.flush()
     disk.room = 5  # tears a line
@@ -334,7 +334,7 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     first, *between, lost, last = [record.event for record in log_lines.read(log)]
     assert (first, between, last) == (_step(0), [], end)
     assert isinstance(lost, Warning_) and lost.message.startswith("19 events were lost")
-    assert said[-1] == "the event log is being written again; 19 records were lost"
+    assert lines[-1] == "the event log is being written again; 19 records were lost"
 
 
 def test_events_wait_in_memory_until_there_is_a_log(log: Path) -> None:

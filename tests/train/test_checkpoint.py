@@ -72,9 +72,9 @@ def test_a_frozen_parameter_that_changes_meanwhile_is_never_half_saved(tmp_path:
         torn.commit()
     assert [*tmp_path.iterdir()] == []
     torch.nn.init.constant_(model.frozen.weight, 7.5)
-    whole = Save(tmp_path, 8, model, LateState(model), {}, changing=["frozen.weight"])
+    second = Save(tmp_path, 8, model, LateState(model), {}, changing=["frozen.weight"])
     torch.nn.init.constant_(model.frozen.weight, 0.0)
-    whole.commit()
+    second.commit()
     newest = checkpoint.newest_good(tmp_path, never_damaged)
     assert newest is not None
     restore(newest, model, ToyState(model))

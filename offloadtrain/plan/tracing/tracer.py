@@ -127,8 +127,8 @@ class Tracer:
 
 def _are_partitioned(config: Config) -> bool:
     """The compiler decides what layers save."""
-    kept = config.offload.activations.mode in ("selective", "keep")
-    return config.offload.compile_blocks and kept
+    asks_compiler = config.offload.activations.mode in ("selective", "keep")
+    return config.offload.compile_blocks and asks_compiler
 
 
 def _budget(offload: OffloadConfig) -> float:

@@ -87,19 +87,17 @@ def figures_of(*options: dict[str, Any]) -> list[list[float]]:
         ),
     ],
 )
-def test_placements_change_no_bit(state: str) -> None:
+def test_placements_change_no_bit_and_ddp_agrees(state: str) -> None:
+    """In one start of the ranks, which takes longer than their steps."""
     plain = {"state": state}
-    first, *placed = figures_of(
+    first, *placed, ours, ddp = figures_of(
         plain,
         plain | {"zero_stage": 1},
         plain | {"zero_stage": 3},
         plain | {"zero_stage": 3, "working": "host"},
         plain | {"update": "speculative"},
+        {"precision": "fp32"},
+        {"torch": True},
     )
     assert all(other == first for other in placed)
-
-
-@pytest.mark.slow
-def test_ddp_agrees() -> None:
-    ours, ddp = figures_of({"precision": "fp32"}, {"torch": True})
     assert ours == pytest.approx(ddp, rel=1e-4)

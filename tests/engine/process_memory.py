@@ -1,11 +1,12 @@
 """Trains in every placement and prints the anonymous memory of the process beside the Ledger.
 
-    MALLOC_MMAP_THRESHOLD_=65536 python -m tests.engine.process_memory [FAULT]
+    MALLOC_MMAP_THRESHOLD_=65536 python -m tests.engine.process_memory
 
 The weights of a layer and its input are of the same size, so that no copy of either goes unnoticed.
-With this setting of the C library freed memory returns to the kernel at once. FAULT: `changes`, no
-fault: layers freeze and train again between steps; `reuse`, the
-host memory of block inputs is not used again; `copies`, something keeps a copy of each of them.
+With this setting of the C library freed memory returns to the kernel at once. Placements come
+first; then `changes`: layers freeze and train again between steps; then the planted faults:
+`reuse`, the host memory of block inputs is not used again; `copies`, something keeps a copy of each
+of them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import gc
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,11 @@ CHANGED = ("device", "streamed", "speculative", "half of the state on the device
 
 
 def train(
-    options: dict[str, Any], make_lanes: Callable[[], Lanes], *, changes: bool = False
+    options: dict[str, Any],
+    make_lanes: Callable[[], Lanes],
+    *,
+    changes: bool = False,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """After each step, the bytes of the Ledger on both tiers, since the device's memory is the
     process's own, and the anonymous bytes of the process without what it had before; by how much
@@ -110,7 +115,7 @@ def train(
             model, device="cpu", param_init_fn=lambda module: None, **({"clip_norm": 1.0} | options)
         )
     in_ledger, anonymous, growing = [], [], []
-    for number in range(STEPS):
+    for number in range(steps):
         forget_peak()
         resident = resident_bytes("VmRSS")
         for at, layer in enumerate(model if changes else ()):
@@ -140,36 +145,35 @@ def train(
     }
 
 
-def plant(fault: str) -> None:
+def planted(fault: str) -> Any:
+    """A context in which the engine has this fault."""
     if fault == "reuse":
-        ActivationPath._give_back = lambda path, buffer: None  # type: ignore[method-assign]
-    if fault == "copies":
-        copies, offload = [], ActivationOffloader.offload
+        return mock.patch.object(ActivationPath, "_give_back", lambda path, buffer: None)
+    copies, offload = [], ActivationOffloader.offload
 
-        def keeps(offloader: ActivationOffloader, tensor: Tensor) -> OffloadedActivation:
-            copies.append(tensor.detach().clone())
-            return offload(offloader, tensor)
+    def keeps(offloader: ActivationOffloader, tensor: Tensor) -> OffloadedActivation:
+        copies.append(tensor.detach().clone())
+        return offload(offloader, tensor)
 
-        ActivationOffloader.offload = keeps  # type: ignore[method-assign]
+    return mock.patch.object(ActivationOffloader, "offload", keeps)
+
+
+def show(part: str, name: str, result: dict[str, Any]) -> None:
+    print(json.dumps({"part": part, "placement": name, **result}), flush=True)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     # Kernels are loaded, modules imported, threads have their stacks.
     for state in ("fp32", "split16", "int8"):
-        train({"state": state, "activation": "offload"}, LANES[-1])
-    placements = PLACEMENTS
-    if sys.argv[1:] == ["changes"]:
-        for number, name in enumerate(CHANGED):
-            result = train(PLACEMENTS[name], LANES[number % len(LANES)], changes=True)
-            print(json.dumps({"placement": name, **result}), flush=True)
-        return
-    for fault in sys.argv[1:]:
-        plant(fault)
-        placements = {"inputs offloaded": PLACEMENTS["inputs offloaded"]}
-    for number, (name, options) in enumerate(placements.items()):
-        result = train(options, LANES[number % len(LANES)])
-        print(json.dumps({"placement": name, **result}), flush=True)
+        train({"state": state, "activation": "offload"}, LANES[-1], steps=3)
+    for number, (name, options) in enumerate(PLACEMENTS.items()):
+        show("placements", name, train(options, LANES[number % len(LANES)]))
+    for number, name in enumerate(CHANGED):
+        show("changes", name, train(PLACEMENTS[name], LANES[number % len(LANES)], changes=True))
+    for fault in FAULTS:
+        with planted(fault):
+            show(fault, "inputs offloaded", train(PLACEMENTS["inputs offloaded"], LANES[0]))
 
 
 if __name__ == "__main__":

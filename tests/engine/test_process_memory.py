@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.process_memory import (
     CHANGED,
+    FAULTS,
     INPUT_BYTES,
     LAYERS,
     PLACEMENTS,
@@ -29,8 +30,10 @@ IN_FLIGHT = 8 * INPUT_BYTES
 SETTING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def trained(*arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.engine.process_memory", *arguments]
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    """What a process of its own prints."""
+    command = [sys.executable, "-m", "tests.engine.process_memory"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | SETTING, capture_output=True, text=True
     )
@@ -52,19 +55,19 @@ def faults(run: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_process_has_what_the_ledger_says() -> None:
-    runs = trained()
+def test_the_process_has_what_the_ledger_says(lines: list[dict[str, Any]]) -> None:
+    runs = [run for run in lines if run["part"] == "placements"]
     assert [run["placement"] for run in runs] == list(PLACEMENTS)
     assert all(len(run["anonymous"]) == STEPS for run in runs)
     assert {run["placement"]: faults(run) for run in runs} == {name: [] for name in PLACEMENTS}
 
 
 @pytest.mark.slow
-def test_memory_follows_what_is_trained() -> None:
+def test_memory_follows_what_is_trained(lines: list[dict[str, Any]]) -> None:
     """However often that changes: nothing of an earlier layout is left, and no state is there twice
     meanwhile. Of half of the layers the state of frozen ones waits; on the device and the disk it
     is another tier's."""
-    runs = {run["placement"]: run for run in trained("changes")}
+    runs = {run["placement"]: run for run in lines if run["part"] == "changes"}
     assert list(runs) == list(CHANGED)
     for name, run in runs.items():
         beyond = [a - b for a, b in zip(run["anonymous"], run["in_ledger"], strict=True)]
@@ -77,9 +80,7 @@ def test_memory_follows_what_is_trained() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "message"), [("reuse", "grows"), ("copies", "not in the Ledger")]
-)
-def test_a_planted_fault_is_found(fault: str, message: str) -> None:
-    (run,) = trained(fault)
-    assert any(message in line for line in faults(run))
+def test_planted_faults_are_seen(lines: list[dict[str, Any]]) -> None:
+    reuse, copies = (faults(run) for run in lines if run["part"] in FAULTS)
+    assert any("grows" in line for line in reuse)
+    assert any("not in the Ledger" in line for line in copies)

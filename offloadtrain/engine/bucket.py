@@ -147,6 +147,12 @@ class Bucket:
         return self.memory.table.sources.get(self.name, ())
 
     @property
+    def loads_masters(self) -> bool:
+        """Loads of its weights read a field of its masters: a write into them leaves the other
+        fields as they were."""
+        return self.is_trained and self.format.holds_weight and bool(self.sources)
+
+    @property
     def home(self) -> Buffer:
         """Where the weights that forward uses lie between two uses: where compute reads them, or
         what loads read, which has this rank's shard of them."""

@@ -121,6 +121,14 @@ class ParameterReaders:
             owner.synchronize()
         return self._places[param][0] in self._engine.residency.exposed
 
+    def write(self, param: nn.Parameter, weights: Tensor) -> None:
+        """See `Observer`."""
+        _, bucket, slot = self._places[param]
+        with torch.no_grad(), past_the_class():
+            if (owner := self._owner()) is not None:
+                owner.before_weights_are_written(bucket, slot)
+            param.copy_(weights)
+
     def version_of(self, param: nn.Parameter) -> object:
         """See `Observer`."""
         with past_the_class():
@@ -133,8 +141,13 @@ class ParameterReaders:
 
     def values_of(self, param: nn.Parameter, *, in_graph: bool) -> Tensor | None:
         """See `Observer`."""
-        block, _, slot = self._places[param]
-        return self._engine.read_without_a_call(block, slot, in_graph=in_graph)
+        block, bucket, slot = self._places[param]
+        weights = self._engine.read_without_a_call(block, slot, in_graph=in_graph)
+        # A write into the memory itself, a part of the masters, would pass `write` by.
+        if weights is None and bucket.loads_masters and block in self._engine.residency.exposed:
+            with torch.no_grad(), past_the_class():
+                weights = slot.local.data.clone()
+        return weights
 
     def gradient(self, param: nn.Parameter, frame: FrameType) -> Tensor | None:
         """See `Observer`.

@@ -91,6 +91,9 @@ class Observer(Protocol):
         """Make a parameter that was read as a copy a view of its weights, wherever they are; False
         if that is impossible."""
 
+    def write(self, param: nn.Parameter, weights: Tensor) -> None:
+        """Copy weights, in the parameter's shape, to where its weights are; after `before_write`."""
+
     def version_of(self, param: nn.Parameter) -> object:
         """Return what changes with each update of the weights and each write into them."""
 
@@ -221,8 +224,7 @@ class _Source:
         writable = self._observer.before_write(self._param)
         if not writable or self._observer.version_of(self._param) != self._version:
             return False
-        with torch.no_grad(), past_the_class():
-            self._param.copy_(self._weights)
+        self._observer.write(self._param, self._weights)
         self._version = self._observer.version_of(self._param)
         return True
 
@@ -438,6 +440,10 @@ class ParameterGuard:
     other write does. The masters take over what is written into trained parameters; frozen ones
     have none that would undo it. The order of a module's parameters may change, as it does where a
     forward registers a parametrization and removes it.
+
+    Attributes:
+        overwritten: the weights that parameters had before they were written, where weights are a
+            field of their masters: until the masters take over what was written.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
@@ -458,6 +464,7 @@ class ParameterGuard:
 
     def renew(self) -> None:
         """Accept the values as they are."""
+        self.overwritten: dict[nn.Parameter, Tensor] = {}
         with past_the_class():
             self._counts = self._writes.read()
 

@@ -324,12 +324,14 @@ def test_an_update_may_wait_or_run_inside_backward(after: After, options: dict[s
     torch.testing.assert_close(ours, trained(after, None), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("working", ["device", "host"])
 @pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
-def test_masters_of_values_that_are_as_before_keep_their_bits(state: str) -> None:
-    """A clamp, and an average that was swapped in, cost no precision of 16-bit weights."""
+def test_masters_of_values_that_are_as_before_keep_their_bits(state: str, working: str) -> None:
+    """A clamp, and an average that was swapped in, cost no precision of 16-bit weights; elements of
+    another value have no bit of their old master. Narrow state is where streamed weights are."""
     torch.manual_seed(0)
     model = Model()
-    optimizer = ot.offload(model, ot.AdamW(lr=1e-3), device="cpu", state=state)
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-3), device="cpu", state=state, working=working)
     for x in X:
         by_call(model, x).backward()
         optimizer.step()
@@ -343,7 +345,7 @@ def test_masters_of_values_that_are_as_before_keep_their_bits(state: str) -> Non
     for name, master in optimizer.master_weights():
         weights = before[name].bfloat16().float()
         expected = torch.where(weights.abs() > bound, weights.clamp(-bound, bound), before[name])
-        torch.testing.assert_close(master, expected, rtol=0 if state != "int8" else 2**-8, atol=0)
+        torch.testing.assert_close(master, expected, rtol=0 if state != "int8" else 2**-15, atol=0)
     optimizer.close()
 
 

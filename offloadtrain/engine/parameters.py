@@ -92,7 +92,7 @@ class Observer(Protocol):
         if that is impossible."""
 
     def write(self, param: nn.Parameter, weights: Tensor) -> None:
-        """Copy weights, in the parameter's shape, to where its weights are; after `before_write`."""
+        """Copy weights, in its shape, to where the parameter's are; after `before_write`."""
 
     def version_of(self, param: nn.Parameter) -> object:
         """Return what changes with each update of the weights and each write into them."""

@@ -105,12 +105,17 @@ class ParameterReaders:
                     return False
             kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
         # The engine changes the memory of streamed blocks, and in pipelines without flushes.
-        if kinds[0] != kinds[1] or bucket.moves:
+        if kinds[0] != kinds[1]:
             raise ParameterWriteError(
                 f"'{slot.name}'.data is set to another tensor (.to(), .data = …), of {kinds[0]}: "
-                f"offload() has fixed {kinds[1]}, and moves streamed parameters itself. Copy the "
-                "values, param.data.copy_(…), or change the model before offload() (dtype: "
-                f'keep_fp32=["{slot.name}"])'
+                f"offload() has fixed {kinds[1]}. Copy the values, param.data.copy_(…), or change "
+                f'the model before offload() (dtype: keep_fp32=["{slot.name}"])'
+            )
+        if bucket.moves:
+            raise ParameterWriteError(
+                f"'{slot.name}'.data is set to another tensor (.data = …), and "
+                "offload() moves the memory of streamed parameters itself: copy the values, "
+                "param.data.copy_(…)"
             )
         return True
 

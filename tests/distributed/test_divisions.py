@@ -205,7 +205,7 @@ TRANSFORMERS_TRAINED = [
 ]
 
 
-@pytest.mark.draws(0.45)
+@pytest.mark.draws(0.3)
 @pytest.mark.parametrize(("name", "options"), [*TRAINED, *TRANSFORMERS_TRAINED])
 def test_a_divided_job_trains_the_model_of_its_reference(
     ranks: Run,

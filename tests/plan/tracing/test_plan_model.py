@@ -86,7 +86,8 @@ def test_policies_within_five_percent(name: str, policy: str) -> None:
 
 @of_groups
 @pytest.mark.parametrize(
-    "policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow), "offload"]
+    "policy",
+    ["keep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recompute", "offload"))],
 )
 def test_experts_in_fp32_within_five_percent(policy: str) -> None:
     """Of transformers, with all experts as one grouped product."""

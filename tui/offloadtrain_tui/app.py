@@ -142,8 +142,9 @@ class Monitor(App[None]):
         )
         self._selected = 0
         self._overlaid = set(named) if len(run_paths) > 1 else set()
-        self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
-        self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
+        self._machine = None
+        if watch_machine and not isinstance(self.clock, ReplayClock):
+            self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watched = Watched()
         self.settings = settings.DEFAULTS
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
@@ -167,7 +168,7 @@ class Monitor(App[None]):
 
     def on_mount(self) -> None:
         self.reader.start()
-        if self._watch_machine:
+        if self._machine is not None:
             self._machine.start()
         replay = isinstance(self.clock, ReplayClock)
         self._quiet = self.set_interval(0.25 if replay else QUIET_S, self.settle)
@@ -180,7 +181,8 @@ class Monitor(App[None]):
 
     def on_unmount(self) -> None:
         self.reader.close()
-        self._machine.close()
+        if self._machine is not None:
+            self._machine.close()
 
     # ---- news
 
@@ -203,7 +205,7 @@ class Monitor(App[None]):
     @property
     def is_settled(self) -> bool:
         """True if everything present at the start has been read, and the screen is complete."""
-        sampled = self.shown.machine is not None or not self._watch_machine
+        sampled = self.shown.machine is not None or self._machine is None
         logs = not self.reader.readers or (
             bool(self.reader.snapshots)
             and all(snapshot.is_complete for snapshot in self.reader.snapshots)
@@ -214,8 +216,7 @@ class Monitor(App[None]):
         """List runs on another thread: a hundred runs on a slow disk take time."""
 
         def look() -> None:
-            rows = self._listing.rows(self.clock.now_s())
-            self.post_message(self.Listed(rows))
+            self.post_message(self.Listed(self._listing.rows(self.clock.now_s())))
 
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 

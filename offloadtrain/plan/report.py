@@ -296,39 +296,39 @@ def _step(plan: Plan) -> str:
 
 def _copies(plan: Plan) -> Iterator[str]:
     """Yield a line on what the copies of the state send each other."""
-    spec, sent = plan.placed.spec, plan.prediction.exchanges.copies
+    spec, sent = plan.placed.spec, plan.prediction.sent.copies
     if spec.copies > 1:
         among = AmongCopies(spec, plan.machine, plan.job.ranks.tensor)
         where = "inside the host" if among.hosts == 1 else f"between {among.hosts} hosts"
         yield (
             f"  hybrid sharding: {spec.copies} copies of the state, each in {spec.ranks} shards; "
-            f"sums of a shard over the copies send {format_bytes(sent.nbytes)} per step and "
+            f"sums of a shard over the copies send {format_bytes(sent.num_bytes)} per step and "
             f"rank, {format_seconds(sent.seconds)} {where}"
         )
 
 
 def _parts(plan: Plan) -> Iterator[str]:
     """Yield a line on what the parts of matrices send each other, which the device waits for."""
-    parts, sent = plan.job.ranks.tensor, plan.prediction.exchanges.parts
+    parts, sent = plan.job.ranks.tensor, plan.prediction.sent.parts
     if parts > 1:
         where = "inside the host" if parts <= plan.machine.gpus else "between hosts"
         divided = "attention's" if plan.job.model.num_experts else "the layers'"
         yield (
             f"  tensor parallel: each rank holds 1/{parts} of {divided} matrices; sums over the "
-            f"parts send {format_bytes(sent.nbytes)} per step and rank, "
+            f"parts send {format_bytes(sent.num_bytes)} per step and rank, "
             f"{format_seconds(sent.seconds)} {where}"
         )
 
 
 def _experts(plan: Plan) -> Iterator[str]:
     """Yield a line on the tokens on their way to experts, which the device waits for."""
-    ranks, sent = plan.job.ranks.expert, plan.prediction.exchanges.experts
+    ranks, sent = plan.job.ranks.expert, plan.prediction.sent.experts
     if ranks > 1:
         local_experts = plan.job.model.num_experts // ranks
         inside = AmongExperts(plan.placed, plan.machine).hosts == 1
         yield (
             f"  expert parallel: each rank holds {local_experts} of {plan.job.model.num_experts} "
-            f"experts of a layer; tokens on their way send {format_bytes(sent.nbytes)} per "
+            f"experts of a layer; tokens on their way send {format_bytes(sent.num_bytes)} per "
             f"step and rank, {format_seconds(sent.seconds)} "
             f"{'inside the host' if inside else 'between hosts'}, if all experts get as many"
         )

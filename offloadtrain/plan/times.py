@@ -18,16 +18,16 @@ from offloadtrain.step.proof.simulate import Steady, bound, steady
 class Exchange:
     """What one rank sends to others in a step, and the time of it."""
 
-    nbytes: int
+    num_bytes: int
     seconds: float
 
     def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(self.nbytes + other.nbytes, self.seconds + other.seconds)
+        return Exchange(self.num_bytes + other.num_bytes, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanges:
-    """What one rank exchanges with others in a step, in addition to the collectives of ZeRO.
+class Sent:
+    """What one rank sends to others in a step, in addition to the collectives of ZeRO.
 
     Attributes:
         copies: sums with the ranks that hold the same shard in other copies of the state.
@@ -39,8 +39,8 @@ class Exchanges:
     parts: Exchange
     experts: Exchange
 
-    def __add__(self, other: Exchanges) -> Exchanges:
-        return Exchanges(
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(
             self.copies + other.copies, self.parts + other.parts, self.experts + other.experts
         )
 
@@ -60,7 +60,7 @@ class Prediction:
         hardware_tflops: of one rank, recompute counted.
         mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
         d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
-        exchanges: of one rank; `comm_bytes` includes those with copies of the state.
+        sent: of one rank; `comm_bytes` includes those with copies of the state.
         dram_bytes: memory traffic of one rank's host work.
         disk: what one rank asks of its drive.
     """
@@ -75,7 +75,7 @@ class Prediction:
     d2h_bytes: int
     h2d_bytes: int
     comm_bytes: int
-    exchanges: Exchanges
+    sent: Sent
     dram_bytes: int
     disk: DiskLoad
     launch_s: float
@@ -207,17 +207,17 @@ def _prediction(costs: Costs, step: Steady) -> Prediction:
         d2h_bytes=down,
         h2d_bytes=up,
         comm_bytes=sent + costs.copies.sent_bytes * micro_steps,
-        exchanges=_exchanges(costs, micro_steps),
+        sent=_sent(costs, micro_steps),
         dram_bytes=round(costs.dram_bytes),
         disk=costs.disk,
         launch_s=launch_s,
     )
 
 
-def _exchanges(costs: Costs, micro_steps: int) -> Exchanges:
+def _sent(costs: Costs, micro_steps: int) -> Sent:
     copies, parts, experts = costs.copies, costs.parts, costs.experts
     experts_s = experts.exchanges * experts.exchange_s
-    return Exchanges(
+    return Sent(
         Exchange(copies.sent_bytes * micro_steps, copies.seconds * micro_steps),
         Exchange(parts.sent_bytes * micro_steps, parts.sums * parts.sum_s * micro_steps),
         Exchange(experts.sent_bytes * micro_steps, experts_s * micro_steps),

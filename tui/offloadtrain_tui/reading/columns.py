@@ -310,30 +310,31 @@ class Spans(tuple[schema.LaneSpan, ...]):
         return exposed_by_lane(self)
 
 
-class Timelines:
-    """Step → its spans. One thread adds, another one reads. Lines of the newest step are stored as
-    they are, those of older steps are compressed."""
+class Timelines(Timed[int]):
+    """The sampled steps, and the spans of each. One thread adds, another one reads. Lines of the
+    newest step are stored as they are, those of older steps are compressed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines: OrderedDict[int, list[bytes] | bytes] = OrderedDict()
         self._open: list[bytes] = []
         self._shown: list[bytes] | bytes = []
         self._count = 0
         self._spans = Spans()
 
-    def add(self, step: int, line: bytes) -> bool:
-        """Add a line of the log; return whether it is the first of its step."""
+    def add_line(self, time_s: float, step: int, line: bytes) -> None:
+        """Add a line of the log, with the time of the record."""
         newest = next(reversed(self._lines), None)
         if step == newest:
             self._open.append(line)
-            return False
+            return
         if newest is not None:
             self._lines[newest] = pack(self._open)
         self._open = self._lines[step] = [line]  # a resumed run may sample the same step again
         self._lines.move_to_end(step)
         while len(self._lines) > SAMPLED_STEPS:
             self._lines.popitem(last=False)
-        return True
+        self.add(time_s, step)
 
     def of(self, step: int) -> Spans | None:
         """Return the timeline of a sampled step; None if it was not sampled, or is too old."""

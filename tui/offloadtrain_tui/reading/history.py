@@ -254,8 +254,6 @@ class History:
         self.systems = TimedLines()
         """Samples of the machine, which are read only for display."""
         self.gpu = GpuHistory()
-        self.sampled = Timed[int]()
-        """Step numbers whose lanes were sampled."""
         self.timelines = Timelines()
         self.last_time_s = 0.0
         self.unreadable = 0
@@ -414,8 +412,7 @@ class History:
         self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
 
     def _span(self, step: int, time_s: float, line: bytes) -> None:
-        if self.timelines.add(step, line):
-            self.sampled.add(time_s, step)
+        self.timelines.add_line(time_s, step, line)
         self.last_time_s = max(self.last_time_s, time_s)
 
     def system(self, time_s: float) -> schema.System | None:

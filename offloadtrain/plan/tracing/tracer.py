@@ -136,7 +136,7 @@ class Tracer:
 def _are_partitioned(config: Config) -> bool:
     """The compiler decides what layers save."""
     asks_compiler = config.offload.activations.mode in ("selective", "keep")
-    return config.offload.compile_blocks and asks_compiler
+    return config.offload.compute.compile_blocks and asks_compiler
 
 
 def _budget(offload: OffloadConfig) -> float:
@@ -151,7 +151,7 @@ def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
         activation="selective",
         activation_budget=_budget(offload),
         compile_blocks=True,
-        fp8=offload.fp8,
+        fp8=offload.compute.fp8,
         cast_inputs=offload.activations.cast_inputs,
     )
 

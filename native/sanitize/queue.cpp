@@ -2,10 +2,12 @@
 // and queues that end themselves.
 #include "../queue.h"
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 
 namespace {
 
@@ -27,7 +29,7 @@ void runs_in_order_from_several_producers() {
   std::vector<std::thread> producers;
   for (int i = 0; i < 3; ++i) {
     producers.emplace_back([&] {
-      for (int round = 0; round < 200; ++round) queue.call(add, "add", 0, 0);
+      for (int round = 0; round < 200; ++round) queue.call(add, "add", 0);
     });
   }
   for (auto& producer : producers) producer.join();
@@ -36,7 +38,7 @@ void runs_in_order_from_several_producers() {
   done.wait();
   while (queue.done() < number) std::this_thread::yield();
 #ifdef PLANT_RACE
-  queue.call(add, "add", 0, 0);
+  queue.call(add, "add", 0);
   ++sum;
 #endif
   require(sum == 1200, "every call is made once");
@@ -48,10 +50,14 @@ void waits_for_another_queue() {
     Queue first, second;
     int value = 0;
     Flag ready;
-    Calls write{{[&value] { value = 1; }}}, read{{[&value] { require(value == 1, "in order"); }}};
+    Calls write{{[&value] {
+      std::this_thread::sleep_for(std::chrono::microseconds(10));  // so that the read has to wait
+      value = 1;
+    }}};
+    Calls read{{[&value] { require(value == 1, "in order"); }}};
     second.wait(ready);
-    second.call(read, "read", 0, 0);
-    first.call(write, "write", 1e-5, 0);
+    second.call(read, "read", 0);
+    first.call(write, "write", 0);
     first.set(ready);
     first.end();
     second.end();
@@ -63,8 +69,8 @@ void stops_at_a_failure() {
   bool reached = false;
   Calls bad{{[] { throw std::runtime_error("planted"); }}}, after{{[&reached] { reached = true; }}};
   Flag flag;
-  queue.call(bad, "bad", 0, 0);
-  queue.call(after, "after", 0, 0);
+  queue.call(bad, "bad", 0);
+  queue.call(after, "after", 0);
   queue.set(flag);
   flag.wait();
   require(!reached && queue.error() == "planted", "only flags are set after a failure");

@@ -244,7 +244,7 @@ class NativeQueue:
         else:
             # The calls hold addresses only: the operands keep their memory alive.
             objects = (calls, fn, operands)
-            self._push(lambda: self._queue.call(calls, name, 0.0, least_s), objects)
+            self._push(lambda: self._queue.call(calls, name, least_s), objects)
 
     def set(self, flag: Flag) -> None:
         self._push(lambda: self._queue.set(flag), flag)

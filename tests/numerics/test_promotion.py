@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
 from offloadtrain.engine import promotion
-from offloadtrain.engine.promotion import CHECK_STEPS
 from offloadtrain.runtime import device_memory
 from offloadtrain.runtime.device_memory import MemoryUse
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
@@ -39,6 +38,8 @@ from tests.numerics.test_changes_between_steps import booked, planned
 from tests.recording_lanes import RecordingLanes
 from tests.seeded_lanes import SeededLanes
 
+CHECK_STEPS = 3
+"""Between two checks here; `tests/gpu` and `tests/distributed` train as many as users do."""
 TOTAL = 32 << 30
 LARGE = 1 << 30
 """Room for all state of the models here."""
@@ -59,6 +60,11 @@ class Device:
         patch.setattr(promotion, "memory_use", self.use)
         patch.setattr(promotion, "failed_allocations", lambda device: self.failures)
         patch.setattr(promotion, "_reason_against", lambda config, rules, device: None)
+
+
+@pytest.fixture(autouse=True)
+def few_steps_between_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "CHECK_STEPS", CHECK_STEPS)
 
 
 @pytest.fixture

@@ -223,16 +223,18 @@ class ForwardHooks:
         pushed = self._saved.push(begin=begin)
         return partial(self._saved.pop, pushed)
 
-    def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
-        """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
+    def must_enter_inside(self, module: nn.Module) -> bool:
+        """Tell whether a module inside a streamed block must enter: where the block's hooks have
         not fired, in a forward that is called past them, or runs again ([Note: Recompute without
-        hooks]), and where they are not the innermost any more. Returns True if `leave` must
-        follow."""
+        hooks]), and where they are not the innermost any more."""
         hooked = self._hooked[module]
-        if are_covered() or not all(block.forwards for block in hooked.waits):
-            self.enter(module, frame=frame)
+        for block in hooked.waits:
+            if not block.forwards:
+                return True
+        if are_covered():
             return True
-        hooked.handles = hooked.handles and in_backward()
+        if hooked.handles and not in_backward():
+            hooked.handles = False
         return False
 
     @engine_code

@@ -53,11 +53,11 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -83,11 +83,16 @@ class _Generator(NamedTuple):
 class RandomStates:
     """The states of all generators that a forward may draw from, but for torch's global ones."""
 
-    def __init__(self, modules: Iterable[nn.Module], inputs: Collection[object]) -> None:
+    def __init__(self, inputs: Sequence[object]) -> None:
+        """`inputs`: the arguments, and the attributes of the modules."""
         numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
         self._shared = [(generator, generator.read()) for generator in _shared(numpy)]
-        attributes = _attributes(modules, inputs, numpy)
-        self._attributes = [(generator, generator.read()) for generator in attributes]
+        kinds = _kinds(numpy)
+        self._attributes: list[tuple[_Generator, Any]] = []
+        # Nearly always there is none; to see that takes no loop of Python's.
+        if not kinds.keys().isdisjoint(map(type, inputs)):
+            sources = [kinds[type(value)](value) for value in inputs if type(value) in kinds]
+            self._attributes = [(generator, generator.read()) for generator in sources]
 
     def forget_unused(self) -> None:
         """The first run is over: forget the shared generators that it has not drawn from."""
@@ -171,36 +176,21 @@ def _shared(numpy: Any) -> list[_Generator]:
     return [_PYTHON, _Generator(state.read, numpy.set_state)]
 
 
-def _attributes(
-    modules: Iterable[nn.Module], inputs: Collection[object], numpy: Any
-) -> Iterator[_Generator]:
-    """Yield the generators among the attributes of `modules`, and among `inputs`."""
-    kinds = _KINDS if numpy is None else {**_KINDS, **_kinds_of(numpy)}
-    for values in (inputs, *(vars(module).values() for module in modules)):
-        # Nearly always there is none; to see that takes no loop of Python's.
-        if not kinds.keys().isdisjoint(map(type, values)):
-            for value in values:
-                if type(value) in kinds:
-                    yield kinds[type(value)](value)
-
-
-_KINDS: dict[type, Callable[[Any], _Generator]] = {
-    torch.Generator: lambda source: _Generator(source.get_state, source.set_state),
-    random.Random: lambda source: _Generator(source.getstate, source.setstate),
-}
-"""Type of a generator → how it is read and set."""
-
-
 @cache
-def _kinds_of(numpy: Any) -> dict[type, Callable[[Any], _Generator]]:
-    return {
-        numpy.RandomState: lambda source: _Generator(
-            partial(source.get_state, legacy=False), source.set_state
-        ),
-        numpy.Generator: lambda source: _Generator(
-            lambda: source.bit_generator.state, partial(setattr, source.bit_generator, "state")
-        ),
+def _kinds(numpy: Any) -> dict[type, Callable[[Any], _Generator]]:
+    """Return type of a generator → how it is read and set."""
+    kinds: dict[type, Callable[[Any], _Generator]] = {
+        torch.Generator: lambda source: _Generator(source.get_state, source.set_state),
+        random.Random: lambda source: _Generator(source.getstate, source.setstate),
     }
+    if numpy is not None:
+        kinds[numpy.RandomState] = lambda source: _Generator(
+            partial(source.get_state, legacy=False), source.set_state
+        )
+        kinds[numpy.Generator] = lambda source: _Generator(
+            lambda: source.bit_generator.state, partial(setattr, source.bit_generator, "state")
+        )
+    return kinds
 
 
 _LEAVES = (
@@ -214,11 +204,17 @@ class RewindError(OffloadTrainError):
     """A forward changed a tensor among its inputs in place and cannot run again."""
 
 
+def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
+    """Tell whether two sequences have the same objects."""
+    return len(first) == len(second) and all(map(is_, first, second))
+
+
 class _Kind(NamedTuple):
-    """Reads and sets the references in one kind of mutable object."""
+    """Reads, sets and compares the references in one kind of mutable object."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
+    are_same: Callable[[Any, Any], bool] = _are_same
 
 
 class Place(NamedTuple):
@@ -309,10 +305,12 @@ class Rewind:
                     references = kind.read(obj)
                     self._noted.append((obj, kind, references))
                     todo += references
-        for module in modules:
-            # Parameters are replaced in forwards of torch.func.functional_call.
-            mappings = vars(module), module._buffers, module._parameters
-            self._noted += [(each, _ATTRIBUTES, each.copy()) for each in mappings]
+        # Parameters are replaced in forwards of torch.func.functional_call.
+        mappings = [each for m in modules for each in (vars(m), m._buffers, m._parameters)]
+        attributes = _Attributes.read(mappings)
+        self._noted.append((mappings, _ATTRIBUTES, attributes))
+        self.attributes = attributes.values
+        """The values of all attributes of the modules, their buffers and parameters included."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""
@@ -335,7 +333,7 @@ class Rewind:
                 )
         before = [kind.read(obj) for obj, kind, _ in self._noted]
         for (obj, kind, then), now in zip(self._noted, before, strict=True):
-            if not _same_items(now, then):
+            if not kind.are_same(now, then):
                 kind.write(obj, then)
         for saved in self.copies:
             saved.place.buffers[saved.place.name] = saved.value.clone()
@@ -343,17 +341,33 @@ class Rewind:
             yield
         finally:
             for (obj, kind, _), now in zip(self._noted, before, strict=True):
-                if not _same_items(kind.read(obj), now):
+                if not kind.are_same(kind.read(obj), now):
                     kind.write(obj, now)
 
 
-def _same_items(first: Any, second: Any) -> bool:
-    if len(first) != len(second) or not first:
-        return len(first) == len(second)
-    if not isinstance(first, dict):
-        return all(map(is_, first, second))
-    # Names are compared as strings, which is fast: nearly always they are the same objects.
-    return [*first] == [*second] and all(map(is_, first.values(), second.values()))
+class _Attributes(NamedTuple):
+    """The items of several mappings, each kind in a single list: a layer has some two hundred
+    attributes, and Python's loops over them would take most of a rerun's time."""
+
+    sizes: list[int]
+    names: list[str]
+    values: list[object]
+
+    @classmethod
+    def read(cls, mappings: Sequence[dict[str, Any]]) -> _Attributes:
+        values = chain.from_iterable(map(dict.values, mappings))
+        return cls([*map(len, mappings)], [*chain.from_iterable(mappings)], [*values])
+
+    def write(self, mappings: Sequence[dict[str, Any]]) -> None:
+        items = zip(self.names, self.values, strict=True)
+        for mapping, size in zip(mappings, self.sizes, strict=True):
+            before = dict(islice(items, size))
+            if [*mapping] != [*before] or not all(map(is_, mapping.values(), before.values())):
+                _clear_and_update(mapping, before)
+
+    def is_same(self, other: _Attributes) -> bool:
+        names_are = self.sizes == other.sizes and self.names == other.names
+        return names_are and all(map(is_, self.values, other.values))
 
 
 def _kind(obj: Any) -> _Kind | None:
@@ -415,8 +429,9 @@ _UNSET = object()
 _MAPPING, _ORDERED = _mapping(dict), _mapping(OrderedDict)
 _SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _clear_and_update)
 _SLOTS = _Kind(_read_slots, _write_slots)
-_ATTRIBUTES = _Kind(dict.copy, _clear_and_update)
-"""Of a module, of which there are many with many: copied and compared without Python's loops."""
+_ATTRIBUTES = _Kind(
+    _Attributes.read, lambda mappings, before: before.write(mappings), _Attributes.is_same
+)
 
 
 _log = logging.getLogger(__name__)
@@ -585,6 +600,19 @@ class Recomputed(ReplacedForward):
         self._watcher = watcher
         self._policy = policy
         self._changes = BufferChanges()
+        self._modules: list[nn.Module] = []
+        """The module and all inside, as `_find_modules` has returned them."""
+        self._children: list[nn.Module | None] = []
+        """Their children at that time."""
+
+    def _find_modules(self) -> list[nn.Module]:
+        """Return the module and all inside. A search in each run would take longer than to see that
+        none was added or removed since the last run."""
+        children = [*chain.from_iterable([m._modules.values() for m in self._modules])]
+        if not self._modules or not _are_same(children, self._children):
+            self._modules = list(self._module.modules())
+            self._children = [*chain.from_iterable([m._modules.values() for m in self._modules])]
+        return self._modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -596,9 +624,9 @@ class Recomputed(ReplacedForward):
                 "out, and give offload(compile_blocks=True), or set module.forward = "
                 "torch.compile(module.forward) before it"
             )
-        modules = list(self._module.modules())
+        modules = self._find_modules()
         inputs = Rewind(args, kwargs, modules)
-        random = RandomStates(modules, (*args, *kwargs.values()))
+        random = RandomStates((*args, *kwargs.values(), *inputs.attributes))
         selection = None if self._policy is None else Selection(self._policy)
         run = _Runs(self._name, partial(self._run, selection or nullcontext()), inputs, random)
         copies = self._changes.copies(modules)

@@ -459,7 +459,7 @@ class Residency(Source):
         if (owners := self._owners.get((slot, name))) is None:
             block = self.blocks[name]
             flats = [(bucket, bucket.working.flat) for bucket in block.all_buckets]
-            starts = [flat.storage_offset() * flat.element_size() for _, flat in flats]
+            starts = [int(flat.storage_offset()) * flat.element_size() for _, flat in flats]
             owners = self._owners[slot, name] = [
                 (start, start + flat.nbytes, (block, bucket))
                 for start, (bucket, flat) in zip(starts, flats, strict=True)

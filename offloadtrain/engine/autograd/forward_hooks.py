@@ -60,7 +60,7 @@ _NOTES = {
     "Half": _DTYPES,
     "don't yet support saved tensor hooks": _HOOKS,
 }
-"""What an error of torch's in a forward contains → what is said to it."""
+"""Part of the message of torch's error → the note that is added to it."""
 
 
 class _Running(NamedTuple):

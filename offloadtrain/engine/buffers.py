@@ -256,13 +256,13 @@ class AddressMap(Generic[Entry]):
 
     def find(self, tensor: Tensor) -> Entry | None:
         """Return the entry of the buffer that holds the tensor's first byte, if any."""
+        # A storage without memory has no address: the object itself stands for it.
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            return self._fake.get(tensor.untyped_storage()._cdata)
         try:
             address = tensor.data_ptr()
         # Sparse tensors, and tensor subclasses without storage, cannot lie in a flat buffer.
         except RuntimeError:
-            address = 0
-        # A storage without memory has no address: the object itself stands for it.
-        if not address and (tensor.is_meta or isinstance(tensor, FakeTensor)):
-            return self._fake.get(tensor.untyped_storage()._cdata)
+            return None
         at = bisect_right(self._starts, address) - 1
         return self._entries[at] if address < self._ends[at] else None

@@ -73,45 +73,18 @@ from offloadtrain.engine.autograd.saved_tensors import Hooks, Kept, PassedOn, Pa
 from offloadtrain.engine.autograd.selective import Policy, Selection
 
 
-class _Generator(NamedTuple):
-    """How the state of a generator is read and set."""
-
-    read: Callable[[], Any]
-    set: Callable[[Any], None]
+def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
+    """Tell whether two sequences have the same objects."""
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
-class RandomStates:
-    """The states of all generators that a forward may draw from, but for torch's global ones."""
+class _Kind(NamedTuple):
+    """Reads, sets and compares the state of one kind of mutable object: its references, or the
+    numbers of a generator."""
 
-    def __init__(self, inputs: Sequence[object]) -> None:
-        """`inputs`: the arguments, and the attributes of the modules."""
-        numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
-        self._shared = [(generator, generator.read()) for generator in _shared(numpy)]
-        kinds = _kinds(numpy)
-        self._attributes: list[tuple[_Generator, Any]] = []
-        # Nearly always there is none; to see that takes no loop of Python's.
-        if not kinds.keys().isdisjoint(map(type, inputs)):
-            sources = [kinds[type(value)](value) for value in inputs if type(value) in kinds]
-            self._attributes = [(generator, generator.read()) for generator in sources]
-
-    def forget_unused(self) -> None:
-        """The first run is over: forget the shared generators that it has not drawn from."""
-        self._shared = [
-            (generator, state) for generator, state in self._shared if generator.read() is not state
-        ]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers inside; afterwards generators are as they were."""
-        states = self._shared + self._attributes
-        now = [(generator, generator.read()) for generator, _ in states]
-        try:
-            for generator, state in states:
-                generator.set(state)
-            yield
-        finally:
-            for generator, state in now:
-                generator.set(state)
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+    are_same: Callable[[Any, Any], bool] = _are_same
 
 
 class _GlobalState:
@@ -122,9 +95,14 @@ class _GlobalState:
     first.
     """
 
-    def __init__(self, read: Callable[[], Any], peek: Callable[[Any], object]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        peek: Callable[[Any], object],
+    ) -> None:
         """`peek`: known state → what every draw changes; None where it cannot tell."""
-        self._read, self._peek = read, peek
+        self._read, self.write, self._peek = read, write, peek
         self._peeked: object = None
         self._state = read()
 
@@ -165,32 +143,40 @@ def _peek_numpy(numpy: Any, state: dict[str, Any]) -> bytes | None:
     return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
 
 
-_PYTHON = _Generator(_GlobalState(random.getstate, _peek_python).read, random.setstate)
+_PYTHON = _GlobalState(random.getstate, random.setstate, _peek_python)
+_GLOBAL = _Kind(_GlobalState.read, lambda source, state: source.write(state), is_)
 
 
 @cache
-def _shared(numpy: Any) -> list[_Generator]:
+def _global_states(numpy: Any) -> list[_GlobalState]:
     if numpy is None:
         return [_PYTHON]
-    state = _GlobalState(partial(numpy.get_state, legacy=False), partial(_peek_numpy, numpy))
-    return [_PYTHON, _Generator(state.read, numpy.set_state)]
+    read, peek = partial(numpy.get_state, legacy=False), partial(_peek_numpy, numpy)
+    return [_PYTHON, _GlobalState(read, numpy.set_state, peek)]
 
 
 @cache
-def _kinds(numpy: Any) -> dict[type, Callable[[Any], _Generator]]:
-    """Return type of a generator → how it is read and set."""
-    kinds: dict[type, Callable[[Any], _Generator]] = {
-        torch.Generator: lambda source: _Generator(source.get_state, source.set_state),
-        random.Random: lambda source: _Generator(source.getstate, source.setstate),
+def _generators(numpy: Any) -> dict[type, _Kind]:
+    """Return type of a generator → how its state is read and set; states are not compared."""
+
+    def kind(read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> _Kind:
+        return _Kind(read, write, lambda first, second: False)
+
+    kinds: dict[type, _Kind] = {
+        torch.Generator: kind(torch.Generator.get_state, torch.Generator.set_state),
+        random.Random: kind(random.Random.getstate, random.Random.setstate),
     }
-    if numpy is not None:
-        kinds[numpy.RandomState] = lambda source: _Generator(
-            partial(source.get_state, legacy=False), source.set_state
-        )
-        kinds[numpy.Generator] = lambda source: _Generator(
-            lambda: source.bit_generator.state, partial(setattr, source.bit_generator, "state")
-        )
-    return kinds
+    if numpy is None:
+        return kinds
+    return kinds | {
+        numpy.RandomState: kind(
+            partial(numpy.RandomState.get_state, legacy=False), numpy.RandomState.set_state
+        ),
+        numpy.Generator: kind(
+            lambda source: source.bit_generator.state,
+            lambda source, state: setattr(source.bit_generator, "state", state),
+        ),
+    }
 
 
 _LEAVES = (
@@ -202,19 +188,6 @@ _LEAVES = (
 
 class RewindError(OffloadTrainError):
     """A forward changed a tensor among its inputs in place and cannot run again."""
-
-
-def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Tell whether two sequences have the same objects."""
-    return len(first) == len(second) and all(map(is_, first, second))
-
-
-class _Kind(NamedTuple):
-    """Reads, sets and compares the references in one kind of mutable object."""
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], None]
-    are_same: Callable[[Any, Any], bool] = _are_same
 
 
 class Place(NamedTuple):
@@ -275,8 +248,9 @@ class BufferChanges:
 
 
 class Rewind:
-    """The state of what a forward can change: all mutable objects that its arguments reach, and the
-    attributes, buffers and parameters of `modules`."""
+    """The state of what a forward can change: all mutable objects that its arguments reach, the
+    attributes, buffers and parameters of `modules`, and random generators but for torch's global
+    ones."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
@@ -309,16 +283,26 @@ class Rewind:
         mappings = [each for m in modules for each in (vars(m), m._buffers, m._parameters)]
         attributes = _Attributes.read(mappings)
         self._noted.append((mappings, _ATTRIBUTES, attributes))
-        self.attributes = attributes.values
-        """The values of all attributes of the modules, their buffers and parameters included."""
+        numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
+        kinds, values = _generators(numpy), (*args, *kwargs.values(), *attributes.values)
+        # Nearly always there is none; to see that takes no loop of Python's.
+        if not kinds.keys().isdisjoint(map(type, values)):
+            generators = [(obj, kinds[type(obj)]) for obj in values if type(obj) in kinds]
+            self._noted += [(obj, kind, kind.read(obj)) for obj, kind in generators]
+        self._global = [(state, _GLOBAL, state.read()) for state in _global_states(numpy)]
+        """The global generators that the first run may draw from."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""
         return [tensor for ref, _ in self._tensors if (tensor := ref()) is not None]
 
+    def forget_unused(self) -> None:
+        """The first run is over: forget the global generators that it has not drawn from."""
+        self._global = [entry for entry in self._global if entry[0].read() is not entry[2]]
+
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore inputs, attributes and buffers around the second run.
+        """Restore inputs, attributes, buffers and generators around the second run.
 
         Raises:
             RewindError: a tensor was changed in place since the first run began.
@@ -331,8 +315,9 @@ class Rewind:
                     f"{tuple(tensor.shape)} that was changed in place since its first run. Make a "
                     "new tensor (x = x + y in place of x += y), or set activation = 'keep'"
                 )
-        before = [kind.read(obj) for obj, kind, _ in self._noted]
-        for (obj, kind, then), now in zip(self._noted, before, strict=True):
+        noted = [*self._noted, *self._global]
+        before = [kind.read(obj) for obj, kind, _ in noted]
+        for (obj, kind, then), now in zip(noted, before, strict=True):
             if not kind.are_same(now, then):
                 kind.write(obj, then)
         for saved in self.copies:
@@ -340,7 +325,7 @@ class Rewind:
         try:
             yield
         finally:
-            for (obj, kind, _), now in zip(self._noted, before, strict=True):
+            for (obj, kind, _), now in zip(noted, before, strict=True):
                 if not kind.are_same(kind.read(obj), now):
                     kind.write(obj, now)
 
@@ -482,16 +467,13 @@ class _Runs:
             leave checkpoint's hooks on all that follows where the forward inside it raises.
     """
 
-    def __init__(
-        self, name: str, run: Callable[..., Any], inputs: Rewind, random: RandomStates
-    ) -> None:
+    def __init__(self, name: str, run: Callable[..., Any], inputs: Rewind) -> None:
         self._name = name
         self._saved: list[weakref.ref[_Placeholder]] = []
         self._missing: list[weakref.ref[_Placeholder]] = []
         """What the last second run has not saved yet, in reverse order."""
         self._run = run
         self._inputs = inputs
-        self._random = random
         self._ran = False
         self._modes = 0
         self.failed: BaseException | None = None
@@ -501,7 +483,7 @@ class _Runs:
             was_tracked = self._modes > torch._C._len_torch_dispatch_stack()
             tracked: AbstractContextManager[object]
             tracked = Passthrough() if was_tracked else nullcontext()  # type: ignore[no-untyped-call]
-            with self._inputs.again(), self._random.again(), tracked:
+            with self._inputs.again(), tracked:
                 output = self._run(self._pack_again, *args, **kwargs)
             if self._missing:
                 count = len(self._saved)
@@ -626,9 +608,8 @@ class Recomputed(ReplacedForward):
             )
         modules = self._find_modules()
         inputs = Rewind(args, kwargs, modules)
-        random = RandomStates((*args, *kwargs.values(), *inputs.attributes))
         selection = None if self._policy is None else Selection(self._policy)
-        run = _Runs(self._name, partial(self._run, selection or nullcontext()), inputs, random)
+        run = _Runs(self._name, partial(self._run, selection or nullcontext()), inputs)
         copies = self._changes.copies(modules)
         output = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if run.failed is not None:
@@ -636,7 +617,7 @@ class Recomputed(ReplacedForward):
                 raise run.failed
             finally:
                 run.failed = None  # its traceback holds this frame: a cycle, of activations too
-        random.forget_unused()
+        inputs.forget_unused()
         inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
         return output

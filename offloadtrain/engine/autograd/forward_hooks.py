@@ -231,11 +231,8 @@ class ForwardHooks:
         for block in hooked.waits:
             if not block.forwards:
                 return True
-        if are_covered():
-            return True
-        if hooked.handles and not in_backward():
-            hooked.handles = False
-        return False
+        hooked.handles = hooked.handles and in_backward()
+        return are_covered()
 
     @engine_code
     def leave(self, module: nn.Module) -> None:

@@ -275,7 +275,8 @@ class Rewind:
                 todo += obj
             else:
                 todo += [vars(obj)] if hasattr(obj, "__dict__") else []
-                if (kind := _kind(obj)) is not None:
+                of_type = (kind for cls, kind in _CONTAINERS if isinstance(obj, cls))
+                if kind := next(of_type, _SLOTS if _slots(obj) else None):
                     references = kind.read(obj)
                     self._noted.append((obj, kind, references))
                     todo += references
@@ -355,18 +356,6 @@ class _Attributes(NamedTuple):
         return names_are and all(map(is_, self.values, other.values))
 
 
-def _kind(obj: Any) -> _Kind | None:
-    if isinstance(obj, list | deque):
-        return _SEQUENCE
-    if isinstance(obj, set):
-        return _SET
-    if isinstance(obj, OrderedDict):
-        return _ORDERED
-    if isinstance(obj, dict):
-        return _MAPPING
-    return _SLOTS if _slots(obj) else None
-
-
 def _mapping(base: Any) -> _Kind:
     """Write past the methods of a subclass: a model's output class may refuse writes."""
 
@@ -411,9 +400,14 @@ def _write_slots(obj: Any, references: list[Any]) -> None:
 
 
 _UNSET = object()
-_MAPPING, _ORDERED = _mapping(dict), _mapping(OrderedDict)
-_SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _clear_and_update)
 _SLOTS = _Kind(_read_slots, _write_slots)
+_CONTAINERS: tuple[tuple[type | types.UnionType, _Kind], ...] = (
+    (list | deque, _Kind(list, _write_sequence)),
+    (set, _Kind(list, _clear_and_update)),
+    (OrderedDict, _mapping(OrderedDict)),
+    (dict, _mapping(dict)),
+)
+"""Type → its kind, subclasses first."""
 _ATTRIBUTES = _Kind(
     _Attributes.read, lambda mappings, before: before.write(mappings), _Attributes.is_same
 )
@@ -481,9 +475,8 @@ class _Runs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
             was_tracked = self._modes > torch._C._len_torch_dispatch_stack()
-            tracked: AbstractContextManager[object]
-            tracked = Passthrough() if was_tracked else nullcontext()  # type: ignore[no-untyped-call]
-            with self._inputs.again(), tracked:
+            tracked = Passthrough if was_tracked else nullcontext
+            with self._inputs.again(), tracked():
                 output = self._run(self._pack_again, *args, **kwargs)
             if self._missing:
                 count = len(self._saved)

@@ -50,7 +50,7 @@ class Resources:
 
     Attributes:
         arena: host memory.
-        disk: the file for what is on the disk; each engine has its own.
+        disk: the file of the buffers on the disk; each engine has its own.
         ledger: all of them report to it.
     """
 

@@ -78,7 +78,7 @@ class NormMeasure:
         buckets: the trained ones.
         ranks: those that share the state of the parameters.
         names: of the model's parameters, in order; "" stands for one that is not trained.
-        divided: numbers of the parameters of which other ranks hold other parts.
+        divided: numbers of the parameters that are divided: other ranks hold the other parts.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ function reads a copy, through which gradients reach the parameter. Questions fo
 gradients read no values and wait for nothing.
 
 Writes count in the parameter's version, those into `data` too. The masters take them over at the
-next boundary of a step. What is written into a copy is copied to where the weights are; if the
+next boundary of a step. A write into a copy is copied to where the weights are; if the
 weights have changed since the copy was made, the write raises an error.
 
 Not seen are readers below torch's functions: C++ extensions, `torch.compile` of code that the
@@ -230,7 +230,7 @@ class _Source:
 
 
 _Copies = dict[nn.Parameter, tuple[Tensor, "_Source | None"]]
-"""What is read in the place of parameters; no source: in a graph."""
+"""Where reads of parameters go instead; no source: in a graph."""
 
 
 class WeightsCopy(Tensor):
@@ -437,7 +437,7 @@ class ParameterGuard:
     """Detects parameters that were written, frozen, replaced or added outside the engine.
 
     The engine writes through flat buffers, which does not change a parameter's version counter; any
-    other write does. The masters take over what is written into trained parameters; frozen ones
+    other write does. The masters take over values written into trained parameters; frozen ones
     have none that would undo it. The order of a module's parameters may change, as it does where a
     forward registers a parametrization and removes it.
 

@@ -241,7 +241,7 @@ def set_master(
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
     fields = bucket.format.fields(rule.moments)
-    # In chunks that a cache holds, in one buffer: new memory costs more than what is done in it.
+    # In chunks that a cache holds, in one buffer: new memory costs more than the work in it.
     wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32, device=state[0].device)
     for lo in range(0, flat.numel(), _CHUNK):
         piece = flat[lo : lo + _CHUNK]
@@ -377,7 +377,7 @@ def _copy_to_host(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, _: 
 def _before_loading(
     owner: WeightsIO, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
 ) -> None:
-    """A late upload would overwrite what is loaded; masters take the values as they are given."""
+    """A late upload would overwrite loaded weights; masters take the values as they are given."""
     if local_metadata.get("assign_to_params_buffers"):
         raise ModelError(
             "load_state_dict(assign=True) would replace the parameters that the optimizer trains: "

@@ -124,6 +124,7 @@ class Ranks:
             self._join(dist.get_process_group_ranks(group), device)
 
     def _join(self, members: list[int], device: torch.device | None) -> None:
+        """Make the groups of `members`: for collectives on `device`, and Gloo's for the host."""
         if len(members) == 1:
             return
         self.rank, self.size = members.index(dist.get_rank()), len(members)

@@ -219,7 +219,7 @@ class NativeQueue:
         self._queue = native.make_queue()
         self._failure = failure
         self._synchronize_event = synchronize_event
-        # Not a base class: what is queued must not keep this object alive.
+        # Not a base class: queued tasks must not keep this object alive.
         self._counted = _Counted(Lane.HOST)
         self._launched = 0
         self._in_use: deque[tuple[int, object]] = deque()

@@ -182,7 +182,7 @@ def _of_backend(name: str, backend: Any, end: int) -> RustTokenizer:
     with_special, plain = (backend.encode("a", add_special_tokens=s).ids for s in (True, False))
     return RustTokenizer(
         name=name,
-        identity=identity_of(backend.to_str(), end),
+        identity=_hash([backend.to_str(), end]),
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
         begin=_before(plain, with_special),
         end_of_document=end,
@@ -198,32 +198,5 @@ def _before(plain: list[int], with_special: list[int]) -> tuple[int, ...]:
     return ()
 
 
-def identity_of(text: str, end: int) -> str:
-    """Return the identity of a `tokenizer.json`, the same for all versions of tokenizers.
-
-    Args:
-        text: the content of the file.
-        end: the token that ends a document.
-    """
-    return _hash([_canonical(json.loads(text)), end])
-
-
-def _canonical(value: Any) -> Any:
-    """Return the content of a `tokenizer.json` in one form.
-
-    Versions of tokenizers differ in whether they write an unused option (null or false), and write
-    a merge as a pair of tokens or as both with a space between them. `_hash` ignores the order of
-    keys.
-    """
-    if isinstance(value, list):
-        return [_canonical(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    used = {k: _canonical(v) for k, v in value.items() if v is not None and v is not False}
-    if isinstance(merges := used.get("merges"), list):
-        used["merges"] = [m.split(" ") if isinstance(m, str) else m for m in merges]
-    return used
-
-
 def _hash(facts: Any) -> str:
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -538,7 +538,8 @@ class WeightsIO(StateIO):
     def before_weights_are_written(self, bucket: Bucket, slot: Slot) -> None:
         """Others are about to write into the memory that the parameter views."""
         overwritten = self._parameter_guard.overwritten
-        if bucket.loads_masters and slot.param not in overwritten:
+        is_loaded = self._incoming is not None
+        if bucket.loads_masters and not is_loaded and slot.param not in overwritten:
             overwritten[slot.param] = slot.local.data.clone()
 
     def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:

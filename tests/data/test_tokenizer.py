@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -13,7 +11,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.data.tokenizer import identity_of, tokenizer
+from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError
 from offloadtrain.integrations.own_model import tokenizer_files
 from tests import levels
@@ -54,23 +52,6 @@ def test_a_folder_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
         assert ours.name == str((tmp_path / name).resolve())
         identities += [ours.identity, pickle.loads(pickle.dumps(ours)).identity]
     assert identities[:4] == identities[:1] * 4 and len(set(identities)) == 2
-
-
-def test_the_identity_does_not_depend_on_how_a_version_of_tokenizers_writes_the_file() -> None:
-    """It depends on vocabulary, merges, options and the end of a document."""
-    model = tokenizers.models.BPE({"merges": 0, "a": 1, "b": 2, "ab": 3}, [("a", "b")])
-    text = tokenizers.Tokenizer(model).to_str()
-
-    def changed(**options: Any) -> str:
-        file = json.loads(text)
-        file["model"] = dict(reversed((file["model"] | options).items()))
-        return identity_of(json.dumps(dict(reversed(file.items()))), 3)
-
-    same = [changed(), changed(merges=["a b"]), changed(of_a_later_version=None)]
-    assert same == [identity_of(text, 3)] * 3
-    vocabulary = {"merges": 0, "a": 2, "b": 1, "ab": 3}
-    others = [changed(vocab=vocabulary), changed(merges=[]), changed(ignore_merges=True)]
-    assert len({*same, *others, identity_of(text, 2)}) == 5
 
 
 def test_a_file_is_read_whatever_it_pads_or_truncates(tmp_path: Path) -> None:

@@ -614,8 +614,6 @@ class RunLog:
     def evaluated(self, progress: Progress, tokens: int, duration_ms: float) -> None:
         assert progress.val_loss is not None
         self._pace.evaluated(duration_ms / 1e3)
-        if self._rank != 0:  # all ranks have the same loss
-            return
         self._tell(
             schema.Eval(
                 step=progress.step,
@@ -631,8 +629,6 @@ class RunLog:
 
     def checkpoint_saved(self, step: int, saved: Saved) -> None:
         self._keep_run()
-        if self._rank != 0:  # a checkpoint is of all ranks
-            return
         self._alerts.checkpoint(saved.num_bytes)
         self._writer.emit(
             schema.Checkpoint(
@@ -649,8 +645,7 @@ class RunLog:
 
     def checkpoint_failed(self, step: int, error: CheckpointError) -> None:
         path = self._run.checkpoints
-        if self._rank == 0:
-            self._writer.emit(schema.Checkpoint(step=step, path=str(path), state="failed"))
+        self._writer.emit(schema.Checkpoint(step=step, path=str(path), state="failed"))
         self.warn("checkpoint-failed", f"training continues without a checkpoint: {error}", step)
 
     def control(self, request: Request, state: str, step: int) -> None:

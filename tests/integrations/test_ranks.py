@@ -12,10 +12,7 @@ from benchmarks.frameworks import data, ranks
 pytestmark = pytest.mark.slow
 
 
-CASES = [
-    *(("Trainer", 3), ("Lightning", 2)),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (("Trainer", 2), ("Lightning", 3))),
-]
+CASES = [("Trainer", 2), ("Trainer", 3), ("Lightning", 2), ("Lightning", 3)]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, on its use of torch

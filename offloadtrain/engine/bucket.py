@@ -148,9 +148,9 @@ class Bucket:
 
     @property
     def loads_masters(self) -> bool:
-        """Loads of its weights read a field of its masters: a write into them leaves the other
-        fields as they were."""
-        return self.is_trained and self.format.holds_weight and bool(self.sources)
+        """Loads of its weights read a field of its masters, and no snapshot: a write into them
+        leaves the other fields as they were."""
+        return bool(self.sources) and self.sources[self.version].kind is self.state_kind
 
     @property
     def home(self) -> Buffer:

@@ -4,8 +4,7 @@
 torch calls the hooks after a forward also where that raises an `Exception`, but not after Ctrl-C.
 Pins, spans and saved-tensor hooks of that forward would stay, and the last of these would take what
 the next model of the process saves: in a notebook, silently. So each forward keeps the frame that
-called its hooks. The next hook that sees such a frame
-after its end ends the forward.
+called its hooks. The next hook that sees such a frame after its end ends the forward.
 """
 
 from __future__ import annotations

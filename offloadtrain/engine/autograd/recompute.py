@@ -318,12 +318,12 @@ class Rewind:
                 )
         noted = [*self._noted, *self._global]
         before = [kind.read(obj) for obj, kind, _ in noted]
-        for (obj, kind, then), now in zip(noted, before, strict=True):
-            if not kind.are_same(now, then):
-                kind.write(obj, then)
-        for saved in self.copies:
-            saved.place.buffers[saved.place.name] = saved.value.clone()
         try:
+            for (obj, kind, then), now in zip(noted, before, strict=True):
+                if not kind.are_same(now, then):
+                    kind.write(obj, then)
+            for saved in self.copies:
+                saved.place.buffers[saved.place.name] = saved.value.clone()
             yield
         finally:
             for (obj, kind, _), now in zip(noted, before, strict=True):
@@ -351,9 +351,10 @@ class _Attributes(NamedTuple):
             if [*mapping] != [*before] or not all(map(is_, mapping.values(), before.values())):
                 _clear_and_update(mapping, before)
 
-    def is_same(self, other: _Attributes) -> bool:
-        names_are = self.sizes == other.sizes and self.names == other.names
-        return names_are and all(map(is_, self.values, other.values))
+    def is_same(self, now: _Attributes) -> bool:
+        """Tell whether `now` has the same objects under the same names."""
+        are_named_alike = self.sizes == now.sizes and self.names == now.names
+        return are_named_alike and all(map(is_, self.values, now.values))
 
 
 def _mapping(base: Any) -> _Kind:

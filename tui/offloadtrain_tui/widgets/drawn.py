@@ -126,10 +126,10 @@ class Drawn(Widget, Generic[Content]):
             strip = Strip([*shortened, Segment("…", shortened[-1].style)])
         return strip.adjust_cell_length(width, base)
 
-    def axis(self, left: str, right: str, gutter: int) -> Strip:
+    def axis(self, first: str, last: str, gutter: int) -> Strip:
         """Return the labels below both ends of a chart that begins after `gutter` columns."""
         inner = max(self._width - gutter, 0)
-        text = f"{left}{right:>{max(inner - len(left), 1)}}" if inner > 20 else right
+        text = f"{first}{last:>{max(inner - len(first), 1)}}" if inner > 20 else last
         return self.strip(
             [Segment(" " * gutter + text[:inner], self.style("foreground", dim=True))]
         )

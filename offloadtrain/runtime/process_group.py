@@ -461,7 +461,10 @@ def lost(what: str) -> str:
         store = dist.distributed_c10d._get_default_store()
         if store.check([_FAILED]):
             return f"{what} has lost another rank: {store.get(_FAILED).decode(errors='replace')}"
-    return f"{what} has lost another rank, whose process has ended: its own output says why"
+    return (
+        f"{what} has lost another rank: its process has ended, and its own output says why, or it "
+        "did not make the same call before the timeout of the process group"
+    )
 
 
 @contextmanager

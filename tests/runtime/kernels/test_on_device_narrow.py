@@ -133,19 +133,20 @@ def test_every_size_of_every_format_has_code(
     """torch makes eight variants of a function and refuses more; here it refuses the third, as each
     format and dtype needs two. The generated code is left out."""
     torch.compiler.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     compiled = partial(torch.compile, backend="eager")
     monkeypatch.setattr(on_device.torch, "compile", compiled)
     monkeypatch.setattr(on_device, "_TRIAL", 1024)
     on_device._compiled.cache_clear()
     try:
-        for (name, weights, grads), numel in product(kinds, (1000, 100)):
-            for layout in (
-                Layout([0], [numel], [3]),
-                Layout([0, 1024, 2048], [numel] * 3, [3, 4, 5]),
-            ):
-                grad = torch.randn(NUMEL).to(getattr(torch, grads))
-                on_device.update_narrow(made(name, weights), grad, layout, scalars())
+        # Not by monkeypatch: torch's settings refuse reads after its undo.
+        with torch._dynamo.config.patch(recompile_limit=2):
+            for (name, weights, grads), numel in product(kinds, (1000, 100)):
+                for layout in (
+                    Layout([0], [numel], [3]),
+                    Layout([0, 1024, 2048], [numel] * 3, [3, 4, 5]),
+                ):
+                    grad = torch.randn(NUMEL).to(getattr(torch, grads))
+                    on_device.update_narrow(made(name, weights), grad, layout, scalars())
     finally:
         on_device._compiled.cache_clear()
 

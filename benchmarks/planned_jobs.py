@@ -180,7 +180,9 @@ def errors_by_value(cells: Sequence[Cell]) -> dict[str, dict[float, float]]:
     """Return cell → value of `STRIDED` → error; a cell is its card and name."""
     table = {}
     for cell in cells:
-        depends = cell.job.model.positions == "rotary" and not cell.job.offload.compile_blocks
+        depends = (
+            cell.job.model.positions == "rotary" and not cell.job.offload.compute.compile_blocks
+        )
         values = VALUES if depends else VALUES[:1]
         errors = {value: cell.error(value) for value in values}
         table[key_of(cell)] = errors if depends else dict.fromkeys(VALUES, errors[VALUES[0]])

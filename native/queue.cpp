@@ -43,12 +43,9 @@ Queue::~Queue() {
   if (thread_.joinable()) thread_.detach();  // this is the thread
 }
 
-std::uint64_t Queue::call(const Calls& calls, std::string name, double pause_s, double least_s) {
+std::uint64_t Queue::call(const Calls& calls, std::string name, double least_s) {
   State* state = state_.get();
-  return push({[state, &calls, name = std::move(name), pause_s, least_s] {
-                 sleep_s(pause_s);
-                 state->timed(calls, name, least_s);
-               },
+  return push({[state, &calls, name = std::move(name), least_s] { state->timed(calls, name, least_s); },
                false});
 }
 

@@ -48,8 +48,8 @@ class Queue {
 
   // All of these return at once. What is passed by address must live until done() passes the number
   // that they return. After a failure only what is `always` runs.
-  // The task waits `pause_s` before it begins, and takes at least `least_s`: for tests.
-  std::uint64_t call(const Calls& calls, std::string name, double pause_s, double least_s);
+  // `call`: the task takes at least `least_s` (seconds): for rehearsals and tests.
+  std::uint64_t call(const Calls& calls, std::string name, double least_s);
   std::uint64_t run(std::function<void()> body, bool always);
   std::uint64_t set(Flag& flag);
   std::uint64_t wait(Flag& flag);

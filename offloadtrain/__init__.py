@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from offloadtrain.config.offload import (
         ActivationOptions,
+        ComputeOptions,
         GradientOptions,
         MemoryOptions,
         OffloadConfig,
@@ -61,6 +62,7 @@ _HOMES = {
     "Adagrad": "offloadtrain.optim",
     "Adam": "offloadtrain.optim",
     "AdamW": "offloadtrain.optim",
+    "ComputeOptions": "offloadtrain.config.offload",
     "DeviceMemoryError": "offloadtrain.config.errors",
     "ElementwiseRule": "offloadtrain.optim",
     "EMA": "offloadtrain.engine",
@@ -102,6 +104,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "ComputeOptions",
     "DeviceMemoryError",
     "ElementwiseRule",
     "GradientError",

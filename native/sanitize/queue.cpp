@@ -27,7 +27,7 @@ void runs_in_order_from_several_producers() {
   std::vector<std::thread> producers;
   for (int i = 0; i < 3; ++i) {
     producers.emplace_back([&] {
-      for (int round = 0; round < 200; ++round) queue.call(add, "add", 0, 0);
+      for (int round = 0; round < 200; ++round) queue.call(add, "add", 0);
     });
   }
   for (auto& producer : producers) producer.join();
@@ -36,7 +36,7 @@ void runs_in_order_from_several_producers() {
   done.wait();
   while (queue.done() < number) std::this_thread::yield();
 #ifdef PLANT_RACE
-  queue.call(add, "add", 0, 0);
+  queue.call(add, "add", 0);
   ++sum;
 #endif
   require(sum == 1200, "every call is made once");
@@ -50,8 +50,9 @@ void waits_for_another_queue() {
     Flag ready;
     Calls write{{[&value] { value = 1; }}}, read{{[&value] { require(value == 1, "in order"); }}};
     second.wait(ready);
-    second.call(read, "read", 0, 0);
-    first.call(write, "write", 1e-5, 0);
+    second.call(read, "read", 0);
+    first.run([] { std::this_thread::sleep_for(std::chrono::microseconds(10)); }, false);
+    first.call(write, "write", 0);
     first.set(ready);
     first.end();
     second.end();
@@ -63,8 +64,8 @@ void stops_at_a_failure() {
   bool reached = false;
   Calls bad{{[] { throw std::runtime_error("planted"); }}}, after{{[&reached] { reached = true; }}};
   Flag flag;
-  queue.call(bad, "bad", 0, 0);
-  queue.call(after, "after", 0, 0);
+  queue.call(bad, "bad", 0);
+  queue.call(after, "after", 0);
   queue.set(flag);
   flag.wait();
   require(!reached && queue.error() == "planted", "only flags are set after a failure");

@@ -185,7 +185,8 @@ def _too_large(shape: ModelShape, counts: bool) -> list[tuple[bool, str]]:
         ),
         (
             params > MOST_PARAMS,
-            f"d_model = {shape.d_model}: the model has {params:,} parameters, and at most "
+            f"d_model = {shape.d_model}, d_ff = {shape.ff_width} and num_experts = "
+            f"{shape.num_experts}: the model has {params:,} parameters, and at most "
             f"{MOST_PARAMS:,} are planned",
         ),
     ]

@@ -82,7 +82,7 @@ def _freeze(options: Any) -> None:
 
 
 class OptionGroup:
-    """Options that place one kind of memory, or limit it."""
+    """Options about one thing: how layers compute, or where one kind of memory is."""
 
     __slots__ = ()
 
@@ -93,6 +93,25 @@ class OptionGroup:
 def _share_on(tier: str, placed: str | Mapping[str, float]) -> float:
     """Return the share on a tier: `placed` is a tier, "auto" (0), or a table of shares by tier."""
     return float(placed == tier) if isinstance(placed, str) else placed.get(tier, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions(OptionGroup):
+    """How the layers of a list compute their forward and backward."""
+
+    compile_blocks: bool = option(
+        False,
+        """`torch.compile` the forward of each layer of a list, at its first call. Layers alike
+        share one code. Results differ from uncompiled ones by rounding, and are the same in every
+        placement. Not with tensor or expert parallel.""",
+    )
+    fp8: Fp8Recipe = option(
+        "off",
+        """linear layers inside the layers of a list multiply in FP8, through torchao, with a scale
+        per tensor ("tensorwise") or row ("rowwise"). Needs compute capability 8.9, and is fast with
+        `compile_blocks`; on the CPU it is emulated. What stays in bf16: docs/loop.md.""",
+        needs=Needs("precision", ("bf16", "auto"), "FP8 products stand in for those of bf16"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,6 +404,8 @@ class OffloadOptions(TypedDict, total=False):
     loss_scale_hysteresis: int
     grad_accum_steps: int
     skip_unused: Sequence[str]
+
+    compute: ComputeOptions
     compile_blocks: bool
     fp8: Fp8Recipe
 
@@ -485,19 +506,7 @@ class OffloadConfig:
         of the first one. Named parameters are updated in `step()` in every update mode
         (docs/experts.md).""",
     )
-    compile_blocks: bool = option(
-        False,
-        """`torch.compile` the forward of each layer of a list, at its first call. Layers alike
-        share one code. Results differ from uncompiled ones by rounding, and are the same in every
-        placement. Not with tensor or expert parallel.""",
-    )
-    fp8: Fp8Recipe = option(
-        "off",
-        """linear layers inside the layers of a list multiply in FP8, through torchao, with a scale
-        per tensor ("tensorwise") or row ("rowwise"). Needs compute capability 8.9, and is fast with
-        `compile_blocks`; on the CPU it is emulated. What stays in bf16: docs/loop.md.""",
-        needs=Needs("precision", ("bf16", "auto"), "FP8 products stand in for those of bf16"),
-    )
+    compute: ComputeOptions = ComputeOptions()
     weights: WeightOptions = WeightOptions()
     gradients: GradientOptions = GradientOptions()
     state: StateOptions = StateOptions()
@@ -654,12 +663,12 @@ class OffloadConfig:
                 f"activation_policy = {self.activations.policy!r} is no function",
             ),
             (
-                self.activations.policy is not None and self.compile_blocks,
+                self.activations.policy is not None and self.compute.compile_blocks,
                 "activation_policy and compile_blocks = True: in compiled layers the compiler "
                 "chooses what backward computes again: set activation_budget instead",
             ),
             (
-                self.activations.budget is not None and not self.compile_blocks,
+                self.activations.budget is not None and not self.compute.compile_blocks,
                 f"activation_budget = {self.activations.budget} and compile_blocks = False: it "
                 "divides what compiled layers save: set compile_blocks = True, or give an "
                 "activation_policy",
@@ -712,6 +721,7 @@ class OffloadConfig:
 
 
 _GROUPS: dict[str, type[OptionGroup]] = {
+    "compute": ComputeOptions,
     "weights": WeightOptions,
     "gradients": GradientOptions,
     "state": StateOptions,

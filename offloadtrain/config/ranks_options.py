@@ -168,7 +168,7 @@ def contradictions(
         if count > 1:
             yield from broken(
                 (
-                    offload.compile_blocks,
+                    offload.compute.compile_blocks,
                     f"{setting} and offload.compile_blocks = true: torch does not compile DTensors "
                     "whose memory moves. Set one of them to its default",
                 ),

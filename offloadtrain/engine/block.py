@@ -426,6 +426,8 @@ class Residency(Source):
         self.blocks = {block.name: block for block in blocks}
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self.exposed: set[Block] = set()
+        self._owners: dict[tuple[int, str], list[tuple[int, int, tuple[Block, Bucket]]]] = {}
+        """Slot and block → the bytes of each of its buckets there."""
         self._running: dict[int, dict[Block, int]] = {}
         """Graph task → block whose backward it is in → the clock of the oldest saved tensor of it
         that was unpacked."""
@@ -454,12 +456,18 @@ class Residency(Source):
         name = self._program.streaming.slots[slot]
         if name is None:
             return None
+        if (owners := self._owners.get((slot, name))) is None:
+            block = self.blocks[name]
+            flats = [(bucket, bucket.working.flat) for bucket in block.all_buckets]
+            starts = [int(flat.storage_offset()) * flat.element_size() for _, flat in flats]
+            owners = self._owners[slot, name] = [
+                (start, start + flat.nbytes, (block, bucket))
+                for start, (bucket, flat) in zip(starts, flats, strict=True)
+            ]
         at = tensor.storage_offset() * tensor.element_size()
-        for bucket in self.blocks[name].all_buckets:
-            flat = bucket.working.flat
-            start = flat.storage_offset() * flat.element_size()
-            if start <= at < start + flat.numel() * flat.element_size():
-                return self.blocks[name], bucket
+        for start, end, owner in owners:
+            if start <= at < end:
+                return owner
         raise StreamError(f"a tensor lies in the slot of '{name}' and in none of its buckets")
 
     # Calls of the engine.

@@ -147,6 +147,12 @@ class Bucket:
         return self.memory.table.sources.get(self.name, ())
 
     @property
+    def loads_masters(self) -> bool:
+        """Loads of its weights read a field of its masters, and no snapshot: a write into them
+        leaves the other fields as they were."""
+        return bool(self.sources) and self.sources[self.version].kind is self.state_kind
+
+    @property
     def home(self) -> Buffer:
         """Where the weights that forward uses lie between two uses: where compute reads them, or
         what loads read, which has this rank's shard of them."""

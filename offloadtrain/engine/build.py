@@ -50,7 +50,7 @@ class Resources:
 
     Attributes:
         arena: host memory.
-        disk: the file for what is on the disk; each engine has its own.
+        disk: the file of the buffers on the disk; each engine has its own.
         ledger: all of them report to it.
     """
 
@@ -187,7 +187,7 @@ def _layer_modes(parts: Sequence[Part], config: OffloadConfig) -> dict[str, Any]
     activations = config.activations
     budget, selects = activations.compiled_budget, activations.mode == "selective"
     again = [part.module for part in recomputed_parts(parts, config)]
-    layers = [part.module for part in parts if part.repeated and config.compile_blocks]
+    layers = [part.module for part in parts if part.repeated and config.compute.compile_blocks]
     with_budget = again if activations.recomputes else layers
     compiled = {module: budget if module in with_budget else None for module in layers}
     return {
@@ -258,7 +258,7 @@ def make_blocks(
     full = keeps_fp32(model, config.weights.keep_fp32)
     skipped = entries_in(model, config.skip_unused)
     ranks = division.replicas.size
-    streams = config.streams_among(ranks)
+    streams, compiles = config.streams_among(ranks), config.compute.compile_blocks
     root = "(root)" if any(part.name == "root" for part in parts) else "root"
     owner: dict[nn.Parameter, Block] = {}
     blocks: list[Block] = []
@@ -283,7 +283,7 @@ def make_blocks(
             frozen_specs = tuple(bucket.spec for bucket in frozen)
             kind = part.repeated, part.leaf, part in again
             spec = BlockSpec(label, trained_specs, frozen_specs, *kind)
-            compiled = (part.repeated and config.compile_blocks) or has_compiled(part.module)
+            compiled = (part.repeated and compiles) or has_compiled(part.module)
             block = Block(spec, part.module, buckets, frozen, lanes, compiled=compiled)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))

@@ -217,7 +217,7 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
 def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
     """Raises ModelError if layers are to be compiled that torch's compiler does not see through, or
     are already; also if operations are to be selected in a module that is compiled."""
-    selects = config.activations.mode == "selective" and not config.compile_blocks
+    selects = config.activations.mode == "selective" and not config.compute.compile_blocks
     for name, module in model.named_modules():
         if selects and has_compiled(module):
             raise ModelError(
@@ -225,10 +225,12 @@ def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
                 "compiled code keeps is decided when it is compiled. Compile by offload("
                 "compile_blocks=True, activation='selective'), or set activation = 'recompute'"
             )
-        compiled = config.compile_blocks or has_compiled(module)
+        compiled = config.compute.compile_blocks or has_compiled(module)
         divided = compiled and any(map(is_distributed, module.parameters()))
         if divided:
-            cause = "compile_blocks=True" if config.compile_blocks else f"'{name}' is compiled"
+            cause = (
+                "compile_blocks=True" if config.compute.compile_blocks else f"'{name}' is compiled"
+            )
             divided_param = next(n for n, p in model.named_parameters() if is_distributed(p))
             raise ModelError(
                 f"{cause}, and parameter '{divided_param}' is a DTensor: torch does not compile "
@@ -240,7 +242,7 @@ def check_run_again(model: nn.Module, config: OffloadConfig) -> None:
     """Raises ModelError for a module of torch whose forward would not run again as it ran. A
     leaky unit that draws its slopes saves them before it has, where torch's checkpoint ends a run;
     an embedding with `max_norm` writes its weights."""
-    if config.compile_blocks or not config.activations.recomputes:
+    if config.compute.compile_blocks or not config.activations.recomputes:
         return
     layers = config.activations.recomputed_of(layers_of(model))
     inside = {module for layer in layers for module in layer.modules()}
@@ -390,7 +392,7 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
     options += [f"working = {config.weights.tier!r}"] * (
         config.weights.offloaded and ranks.is_single
     )
-    options += ["compile_blocks = True"] * config.compile_blocks
+    options += ["compile_blocks = True"] * config.compute.compile_blocks
     if options:
         _log.warning(
             "%s: without effect, as %s has no list of layers (an nn.ModuleList or nn.Sequential "

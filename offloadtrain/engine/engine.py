@@ -171,7 +171,7 @@ class StepGradients:
     def _begin_access(self) -> None:
         """The user is about to read gradients where they are, or to write them."""
         self._wait_until_arrived()
-        # Clipping leaves the gradients as they are. Whoever reads them afterwards expects them
+        # Clipping leaves the gradients as they are. Code that reads them afterwards expects them
         # clipped.
         norm, self.norm = self.norm, None
         if norm is not None and norm.coef != 1.0:

@@ -105,12 +105,17 @@ class ParameterReaders:
                     return False
             kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
         # The engine changes the memory of streamed blocks, and in pipelines without flushes.
-        if kinds[0] != kinds[1] or bucket.moves:
+        if kinds[0] != kinds[1]:
             raise ParameterWriteError(
                 f"'{slot.name}'.data is set to another tensor (.to(), .data = …), of {kinds[0]}: "
-                f"offload() has fixed {kinds[1]}, and moves streamed parameters itself. Copy the "
-                "values, param.data.copy_(…), or change the model before offload() (dtype: "
-                f'keep_fp32=["{slot.name}"])'
+                f"offload() has fixed {kinds[1]}. Copy the values, param.data.copy_(…), or change "
+                f'the model before offload() (dtype: keep_fp32=["{slot.name}"])'
+            )
+        if bucket.moves:
+            raise ParameterWriteError(
+                f"'{slot.name}'.data is set to another tensor (.data = …), and "
+                "offload() moves the memory of streamed parameters itself: copy the values, "
+                "param.data.copy_(…)"
             )
         return True
 
@@ -120,6 +125,14 @@ class ParameterReaders:
         if not in_backward() and (owner := self._owner()) is not None:
             owner.synchronize()
         return self._places[param][0] in self._engine.residency.exposed
+
+    def write(self, param: nn.Parameter, weights: Tensor) -> None:
+        """See `Observer`."""
+        _, bucket, slot = self._places[param]
+        with torch.no_grad(), past_the_class():
+            if (owner := self._owner()) is not None:
+                owner.before_weights_are_written(bucket, slot)
+            param.copy_(weights)
 
     def version_of(self, param: nn.Parameter) -> object:
         """See `Observer`."""
@@ -133,8 +146,13 @@ class ParameterReaders:
 
     def values_of(self, param: nn.Parameter, *, in_graph: bool) -> Tensor | None:
         """See `Observer`."""
-        block, _, slot = self._places[param]
-        return self._engine.read_without_a_call(block, slot, in_graph=in_graph)
+        block, bucket, slot = self._places[param]
+        weights = self._engine.read_without_a_call(block, slot, in_graph=in_graph)
+        # A write into the memory itself, a part of the masters, would pass `write` by.
+        if weights is None and bucket.loads_masters and block in self._engine.residency.exposed:
+            with torch.no_grad(), past_the_class():
+                weights = slot.local.data.clone()
+        return weights
 
     def gradient(self, param: nn.Parameter, frame: FrameType) -> Tensor | None:
         """See `Observer`.

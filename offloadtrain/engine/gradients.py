@@ -145,11 +145,14 @@ class ReduceOrder(Generic[_T]):
 
     Attributes:
         order: of all blocks that have a turn.
+        is_agreed: the order is that of all ranks. Before, each of them follows the order of
+            registration, and they agree at the end of the first micro-step.
         ready_blocks: blocks in the order in which they became ready in this pass.
     """
 
     def __init__(self, order: Sequence[_T]) -> None:
         self.order = order
+        self.is_agreed = False
         self._next = 0
         self.ready_blocks: dict[_T, None] = {}
 
@@ -217,7 +220,6 @@ class Gradients:
             block: _Delivery(sum(len(bucket.slots) for bucket in block.buckets)) for block in blocks
         }
         self._trained = [block for block in blocks if block.buckets]
-        self._agreed = ranks.is_single
         # A single rank sends every block as soon as it is ready, and gathers nothing in backward.
         self._turns = None if ranks.is_single else ReduceOrder(self._trained[::-1])
         self._in_flight = None if ranks.is_single else InFlight(blocks, in_order=in_order)
@@ -257,7 +259,7 @@ class Gradients:
         delivery.arrived += 1
         # The block's gradients have left: this one stays in `.grad` until the micro-step ends.
         if delivery.is_sent:
-            if self._agreed and self._turns is not None:
+            if self._turns is not None and self._turns.is_agreed:
                 raise GradientError(
                     f"block '{block.name}' received a second gradient in one backward, which it "
                     f"did not in the first one: with {self._ranks.size} ranks the order of their "
@@ -327,12 +329,12 @@ class Gradients:
         for block in self._trained[::-1] if self._turns is None else self._turns.order:
             if not self._deliveries[block].is_sent:
                 self._send(block)
-        if self._agreed:
+        if self._turns is None or self._turns.is_agreed:
             for block in self._trained:
                 if self._deliveries[block].is_sent_late:
                     self._send(block)
         else:
-            self._agree()
+            self._agree(self._turns)
         if self._in_flight is not None:
             self._in_flight.backward_ends()
         self._end_backward()
@@ -381,12 +383,11 @@ class Gradients:
             )
         self.open = True
 
-    def _agree(self) -> None:
+    def _agree(self, turns: ReduceOrder[Block]) -> None:
         """At the end of the first micro-step: all ranks take rank 0's order, and a block that has
         delivered twice on any rank is sent late on all of them."""
-        assert self._turns is not None, "a single rank has nothing to agree on"
-        self._agreed, count = True, len(self._trained)
-        place = {block: float(number) for number, block in enumerate(self._turns.ready_blocks)}
+        count = len(self._trained)
+        place = {block: float(number) for number, block in enumerate(turns.ready_blocks)}
         places = [place.get(block, float(count)) for block in self._trained]
         flags = [float(self._deliveries[block].is_sent_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
@@ -398,7 +399,8 @@ class Gradients:
                 self._deliveries[block].is_sent_late = True
                 self._send(block)
         order = sorted(range(count), key=lambda number: (first[number], -number))
-        self._turns.order = [self._trained[number] for number in order if not late[number]]
+        turns.order = [self._trained[number] for number in order if not late[number]]
+        turns.is_agreed = True
 
     def _end_backward(self) -> None:
         """No backward is in progress."""

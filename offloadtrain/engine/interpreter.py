@@ -1,8 +1,8 @@
 """Runs the program's operations: kind → function, ref → memory, lane → stream or thread.
 
 [Note: Salvage]
-A step is decided when its norm is known: by then all of its gradients are on the host, and what is
-left is Adam, bucket by bucket, on the host. The device is not needed for it. So after a failure the
+A step is decided when its norm is known: by then all of its gradients are on the host, and only
+Adam remains, bucket by bucket, on the host. The device is not needed for it. So after a failure the
 state on the host is that of a whole step, or can be made so:
 
     before the decision   the updates of the step before are finished; the step itself is given up
@@ -279,7 +279,7 @@ class Functions:
         }
         self._alike = _ALIKE
         if any(bucket.usage for bucket in self._buckets.values()):
-            # Only then: nothing else looks at what is used.
+            # Only then does anything read the marks of used experts.
             self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
             self._makers |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
         self._captured: dict[tuple[Kind, str, bool, int], Function] = {}
@@ -692,7 +692,7 @@ class Interpreter:
                         # Parameters change their views when the operations are launched, not when
                         # the lanes run them. Compute waits for the load before it reads a new view.
                         self._change(op)
-            # Waits and records may be missing from here on: what is launched next could race.
+            # Waits and records may be missing from here on: later launches could race.
             except BaseException as error:
                 self.failure, self.is_inconsistent = error, self._updating
                 if self._updating:

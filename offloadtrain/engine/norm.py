@@ -78,7 +78,7 @@ class NormMeasure:
         buckets: the trained ones.
         ranks: those that share the state of the parameters.
         names: of the model's parameters, in order; "" stands for one that is not trained.
-        divided: numbers of the parameters of which other ranks hold other parts.
+        divided: numbers of the parameters that are divided: other ranks hold the other parts.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ def check_rows_alike(rows: Tensor, each: str, what: Sequence[str], step_count: f
         if not row.equal(rows[0]):
             differs = what[int((row != rows[0]).nonzero()[0, 0])]
             raise RankError(
-                f"ranks disagree in step {int(step_count) + 1}: {differs} of {each} {number} are "
-                f"not those of {each} 0. Every rank must run the same model and schedule"
+                f"ranks disagree in step {int(step_count) + 1}: {differs} of {each} {number} and "
+                f"of {each} 0 differ. Every rank must run the same model and schedule"
                 + ("; only its batches differ" if each in ("rank", "copy") else "")
             )

@@ -124,9 +124,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         earlier: Earlier | None = None,
     ) -> None:
         """Make the engine; `earlier`: the layout before it."""
-        compiled = config.compile_blocks
+        fp8, compiled = config.compute.fp8, config.compute.compile_blocks
         # Before modules inside of layers get hooks.
-        with converted_layers(self.model, config.fp8, self.device, is_compiled=compiled) as layers:
+        with converted_layers(self.model, fp8, self.device, is_compiled=compiled) as layers:
             self._engine = build(
                 self.model,
                 rules,

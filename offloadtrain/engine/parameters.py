@@ -19,7 +19,7 @@ function reads a copy, through which gradients reach the parameter. Questions fo
 gradients read no values and wait for nothing.
 
 Writes count in the parameter's version, those into `data` too. The masters take them over at the
-next boundary of a step. What is written into a copy is copied to where the weights are; if the
+next boundary of a step. A write into a copy is copied to where the weights are; if the
 weights have changed since the copy was made, the write raises an error.
 
 Not seen are readers below torch's functions: C++ extensions, `torch.compile` of code that the
@@ -90,6 +90,9 @@ class Observer(Protocol):
     def before_write(self, param: nn.Parameter) -> bool:
         """Make a parameter that was read as a copy a view of its weights, wherever they are; False
         if that is impossible."""
+
+    def write(self, param: nn.Parameter, weights: Tensor) -> None:
+        """Copy weights, in its shape, to where the parameter's are; after `before_write`."""
 
     def version_of(self, param: nn.Parameter) -> object:
         """Return what changes with each update of the weights and each write into them."""
@@ -221,14 +224,13 @@ class _Source:
         writable = self._observer.before_write(self._param)
         if not writable or self._observer.version_of(self._param) != self._version:
             return False
-        with torch.no_grad(), past_the_class():
-            self._param.copy_(self._weights)
+        self._observer.write(self._param, self._weights)
         self._version = self._observer.version_of(self._param)
         return True
 
 
 _Copies = dict[nn.Parameter, tuple[Tensor, "_Source | None"]]
-"""What is read in the place of parameters; no source: in a graph."""
+"""Where reads of parameters go instead; no source: in a graph."""
 
 
 class WeightsCopy(Tensor):
@@ -435,9 +437,13 @@ class ParameterGuard:
     """Detects parameters that were written, frozen, replaced or added outside the engine.
 
     The engine writes through flat buffers, which does not change a parameter's version counter; any
-    other write does. The masters take over what is written into trained parameters; frozen ones
+    other write does. The masters take over values written into trained parameters; frozen ones
     have none that would undo it. The order of a module's parameters may change, as it does where a
     forward registers a parametrization and removes it.
+
+    Attributes:
+        overwritten: the weights that parameters had before they were written, where weights are a
+            field of their masters: until the masters take over what was written.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
@@ -458,6 +464,7 @@ class ParameterGuard:
 
     def renew(self) -> None:
         """Accept the values as they are."""
+        self.overwritten: dict[nn.Parameter, Tensor] = {}
         with past_the_class():
             self._counts = self._writes.read()
 

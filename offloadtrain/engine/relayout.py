@@ -39,7 +39,7 @@ from offloadtrain.step.layout.step_spec import StepSpec
 _log = logging.getLogger(__name__)
 
 _MANY_CHANGES = 10
-"""Changes of what is trained; so many in the first steps are those of parts that take turns."""
+"""Changes of the trained parameters; so many in the first steps mean parts that take turns."""
 
 
 class Earlier:

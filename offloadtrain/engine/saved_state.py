@@ -81,7 +81,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """One flat buffer of a bucket: a field of its state, the weights that forward uses beside it,
+    """One flat buffer of a bucket: a field of its state, the weights that forward uses,
     or those of frozen parameters.
 
     Attributes:

@@ -51,7 +51,7 @@ def check_held_by(state_dict: Mapping[str, Any], own: Mapping[str, tuple[int, in
     """Raises EngineError for the state of another rank, whose shards may have the same sizes."""
     saved = {name: tuple(at) for name, at in state_dict.get("held_by", {}).items()}
     if all(count == 1 for _, count in saved.values()) or saved == own:
-        return  # full tensors, of which any rank takes its shard; torch's own, too
+        return  # full tensors: any rank takes its shard of them; torch's own, too
     several = [name for name in own if saved.get(name, own[name])[1] > 1 or own[name][1] > 1]
     their, this = (
         " and ".join("{} {} of {}".format(name, *shards.get(name, own[name])) for name in several)
@@ -381,7 +381,7 @@ class StateIO:
 
     @property
     def saves_untrained(self) -> bool:
-        """This rank saves what is not trained: others hold the same."""
+        """True if this rank saves the untrained tensors: other ranks hold the same ones."""
         return self.ranks.rank == self._division.parts.rank == self.ranks.copies.rank == 0
 
     def flat_states(self) -> list[FlatState]:

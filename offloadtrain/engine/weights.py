@@ -186,6 +186,7 @@ def adopt_loaded(
     slots: Iterable[tuple[Bucket, Slot]],
     written: Collection[nn.Parameter],
     loaded: LoadedValues | None,
+    overwritten: Mapping[nn.Parameter, Tensor],
     rules: Sequence[AnyRule],
     on_adopted: Callable[[Bucket, Slot, Tensor], None] | None = None,
 ) -> bool:
@@ -194,6 +195,7 @@ def adopt_loaded(
     The lanes must be empty: masters are the host lane's otherwise.
 
     Args:
+        overwritten: see `ParameterGuard`.
         on_adopted: called with the values of each.
 
     Returns:
@@ -212,6 +214,10 @@ def adopt_loaded(
             _check_range(slot.name, values, bucket.dtype)
             if on_adopted is not None:
                 on_adopted(bucket, slot, values)
+            if slot.param in overwritten:
+                # The old masters are complete again, so that elements of the old value keep theirs.
+                values = values.clone()
+                slot.view(bucket.home.flat).copy_(overwritten[slot.param])
             set_master(bucket, slot, rules[bucket.group], values, only_changed=loaded is None)
             if not bucket.sources:
                 view = slot.view(bucket.working.flat)
@@ -230,13 +236,12 @@ def set_master(
 
     Args:
         only_changed: the values were weights before somebody wrote into some of them: masters that
-            round to their value stay as they are, more precise than that. Streamed weights of a
-            narrow state are a part of their masters: those of new values keep their other part.
+            round to their value stay as they are, more precise than that.
     """
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
     fields = bucket.format.fields(rule.moments)
-    # In chunks that a cache holds, in one buffer: new memory costs more than what is done in it.
+    # In chunks that a cache holds, in one buffer: new memory costs more than the work in it.
     wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32, device=state[0].device)
     for lo in range(0, flat.numel(), _CHUNK):
         piece = flat[lo : lo + _CHUNK]
@@ -252,7 +257,9 @@ def set_master(
         target = kernels.cut(fields, state, lo, lo + piece.numel())
         if only_changed:
             before = decoded(bucket, target, piece.numel())
-            same = (before.to(piece) == piece).to(masters.device)
+            # Not all formats round to even: they have the weight itself.
+            weights = target[0] if bucket.format.holds_weight else before
+            same = (weights.to(piece) == piece).to(masters.device)
             masters = torch.where(same, before.to(masters.device), masters)
         rule.set_master(bucket.format, target, masters)
 
@@ -370,7 +377,7 @@ def _copy_to_host(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, _: 
 def _before_loading(
     owner: WeightsIO, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
 ) -> None:
-    """A late upload would overwrite what is loaded; masters take the values as they are given."""
+    """A late upload would overwrite loaded weights; masters take the values as they are given."""
     if local_metadata.get("assign_to_params_buffers"):
         raise ModelError(
             "load_state_dict(assign=True) would replace the parameters that the optimizer trains: "
@@ -521,11 +528,19 @@ class WeightsIO(StateIO):
         if incoming is not None and not incoming.new:
             written = frozenset()
         report = None if self.ranks.is_single else self._tell_written
-        if adopt_loaded(self._slots(), written, incoming, self._rules, report):
+        overwritten = self._parameter_guard.overwritten
+        if adopt_loaded(self._slots(), written, incoming, overwritten, self._rules, report):
             self._engine.emit()
         if report is not None:
             self._tell_untrained(written, incoming)
         self._parameter_guard.renew()
+
+    def before_weights_are_written(self, bucket: Bucket, slot: Slot) -> None:
+        """Others are about to write into the memory that the parameter views."""
+        overwritten = self._parameter_guard.overwritten
+        is_loaded = self._incoming is not None
+        if bucket.loads_masters and not is_loaded and slot.param not in overwritten:
+            overwritten[slot.param] = slot.local.data.clone()
 
     def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:
         """Each rank keeps its shard of what it was given: the next step compares the whole values,

@@ -204,8 +204,8 @@ class _Permuted(torch.autograd.Function):
 
 
 def _permuted(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
-    """Return the rows in another order, of which `place_M` is the inverse. torch's own indexing
-    does not know that no row comes twice: its backward adds, atomically on a GPU."""
+    """Return `rows_MD[order_M]`; `place_M`: the inverse permutation. The backward of torch's own
+    indexing does not know that no row comes twice: it adds, atomically on a GPU."""
     return cast(Tensor, _Permuted.apply(rows_MD, order_M, place_M))  # type: ignore[no-untyped-call]
 
 

@@ -103,7 +103,7 @@ class Sampling:
 
 class LanguageModel(Protocol):
     """Attributes:
-    module: what is trained.
+    module: the trained model.
     vocab_size: above every token.
     max_seq_len: longest sequence that it was made for.
     """

@@ -12,10 +12,19 @@ from offloadtrain import optim
 from offloadtrain.config.job import Config
 from offloadtrain.config.sections import OptimConfig
 
+_RULES: dict[str, Any] = {
+    "adamw": optim.AdamW,
+    "adam": optim.Adam,
+    "lion": optim.Lion,
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+}
+"""Name in a job → rule whose fields are keys of `OptimConfig` with the same names and types. A rule
+with other fields needs a branch of `update_rule`."""
+
 
 def update_rule(chosen: OptimConfig) -> optim.AnyRule:
-    """Return the rule that the job names. Its fields are keys of `OptimConfig` with the same names
-    and types; a rule with other fields needs a branch here."""
+    """Return the rule that the job names."""
     if chosen.name == "muon":
         rest = optim.AdamW(
             lr=chosen.adamw_lr,
@@ -43,15 +52,6 @@ def update_rule(chosen: OptimConfig) -> optim.AnyRule:
         **{field.name: getattr(chosen, field.name) for field in fields(rule)}
     )
     return made
-
-
-_RULES: dict[str, Any] = {
-    "adamw": optim.AdamW,
-    "adam": optim.Adam,
-    "lion": optim.Lion,
-    "sgd": optim.SGD,
-    "adagrad": optim.Adagrad,
-}
 
 
 def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:

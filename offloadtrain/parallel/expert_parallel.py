@@ -78,7 +78,7 @@ def _keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class AllToAll:
-    """Exchanges rows among the ranks of a group, each of which holds other experts."""
+    """Exchanges rows among the ranks of a group that hold different experts."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -129,6 +129,7 @@ class _Exchanged(torch.autograd.Function):
 def _exchanged(
     rows_MD: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
 ) -> Tensor:
+    """All-to-all of rows: `sent` and `received` count them by rank."""
     result = rows_MD.new_empty(sum(received), rows_MD.shape[1])
     # Compute waits for the rows of all ranks. In one order on all of them: a layer is a chain.
     with HEARTBEAT.collective():

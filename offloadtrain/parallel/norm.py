@@ -175,7 +175,7 @@ class DividedNorm:
             check_rows_alike(rows, "part", PART_COLUMNS, intent[0])
 
     def _measure(self, member: NormMember, intent: Sequence[float]) -> Measured:
-        """Measure the parameters of an engine, of which copies and other parts may be elsewhere."""
+        """Measure an engine's parameters; other ranks may have copies or other parts of them."""
         measured = member.measure_local(intent)
         copies = member.ranks.copies
         if not copies.is_single:
@@ -217,4 +217,5 @@ class DividedNorm:
 
 
 def _agree(rows: Tensor) -> float:
+    """Return 1.0 if all rows are equal, otherwise 0.0: a column that ranks exchange."""
     return float(rows.eq(rows[:1]).all())

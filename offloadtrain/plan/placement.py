@@ -208,9 +208,9 @@ def resolved(job: Config, machine: Machine) -> Config:
             'or set device.kind = "auto"'
         )
     has_products = machine.on_cpu or machine.fp8_tflops or has_fp8(machine.gpu)
-    if job.offload.fp8 != "off" and not has_products:
+    if (fp8 := job.offload.compute.fp8) != "off" and not has_products:
         raise PlanError(
-            f"offload.fp8 = {job.offload.fp8!r}: {where} has no FP8 products, which begin with "
+            f"offload.fp8 = {fp8!r}: {where} has no FP8 products, which begin with "
             'compute capability 8.9 (Ada, Hopper): set offload.fp8 = "off"'
         )
     precision = job.offload.precision

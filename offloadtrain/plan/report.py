@@ -190,19 +190,19 @@ def _head(plan: Plan) -> str:
         update, gain = job.offload.update, f"{100 * GAIN:.0f} %"
         reason = f": speculative gains less than {gain}, or cannot be used" * (update == "exact")
         lines.append(f"update = auto chooses {update}{reason}")
-    if job.offload.compile_blocks:
+    if job.offload.compute.compile_blocks:
         timed = "fused" if plan.placed.traced is None else "uncompiled"
         lines.append(f"layers are compiled: timed as {timed} operations")
         if job.offload.activations.mode not in ("selective", "keep"):
             lines[-1] += (
                 "; the bytes that they keep are planned as those of uncompiled ones, which is more"
             )
-    if job.offload.fp8 != "off":
+    if job.offload.compute.fp8 != "off":
         known = is_timed_in_fp8(job, plan.machine)
         rate = f"{plan.machine.fp8_tflops:g} Tflop/s, with their casts" if known else _AS_BF16
         lines.append(f"FP8 products: {rate}")
         asks_compiler = job.offload.activations.mode in ("selective", "keep")
-        if job.offload.compile_blocks and asks_compiler and find_spec("torchao") is None:
+        if job.offload.compute.compile_blocks and asks_compiler and find_spec("torchao") is None:
             lines[-1] += "; what layers keep is planned as of bf16: torchao is not installed"
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
@@ -272,7 +272,7 @@ def _step(plan: Plan) -> str:
     if plan.job.offload.activations.recomputes and not has_adapters:
         again = f" of {100 * step.forward_again:.0f} % of the forward"
     if step.mfu is not None:
-        bits = " in 16 bits" if plan.job.offload.fp8 != "off" else ""
+        bits = " in 16 bits" if plan.job.offload.compute.fp8 != "off" else ""
         mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s{bits}"
     lines.append(
         f"{format_count(step.tokens_per_s)} tokens/s, {step.tflops:.3g} Tflop/s per rank "
@@ -296,40 +296,40 @@ def _step(plan: Plan) -> str:
 
 def _copies(plan: Plan) -> Iterator[str]:
     """Yield a line on what the copies of the state send each other."""
-    spec, step = plan.placed.spec, plan.prediction
+    spec, sent = plan.placed.spec, plan.prediction.sent.copies
     if spec.copies > 1:
         among = AmongCopies(spec, plan.machine, plan.job.ranks.tensor)
         where = "inside the host" if among.hosts == 1 else f"between {among.hosts} hosts"
         yield (
             f"  hybrid sharding: {spec.copies} copies of the state, each in {spec.ranks} shards; "
-            f"sums of a shard over the copies send {format_bytes(step.copies_bytes)} per step and "
-            f"rank, {format_seconds(step.copies_s)} {where}"
+            f"sums of a shard over the copies send {format_bytes(sent.num_bytes)} per step and "
+            f"rank, {format_seconds(sent.seconds)} {where}"
         )
 
 
 def _parts(plan: Plan) -> Iterator[str]:
     """Yield a line on what the parts of matrices send each other, which the device waits for."""
-    parts, step = plan.job.ranks.tensor, plan.prediction
+    parts, sent = plan.job.ranks.tensor, plan.prediction.sent.parts
     if parts > 1:
         where = "inside the host" if parts <= plan.machine.gpus else "between hosts"
         divided = "attention's" if plan.job.model.num_experts else "the layers'"
         yield (
             f"  tensor parallel: each rank holds 1/{parts} of {divided} matrices; sums over the "
-            f"parts send {format_bytes(step.parts_bytes)} per step and rank, "
-            f"{format_seconds(step.parts_s)} {where}"
+            f"parts send {format_bytes(sent.num_bytes)} per step and rank, "
+            f"{format_seconds(sent.seconds)} {where}"
         )
 
 
 def _experts(plan: Plan) -> Iterator[str]:
     """Yield a line on the tokens on their way to experts, which the device waits for."""
-    ranks, step = plan.job.ranks.expert, plan.prediction
+    ranks, sent = plan.job.ranks.expert, plan.prediction.sent.experts
     if ranks > 1:
         local_experts = plan.job.model.num_experts // ranks
         inside = AmongExperts(plan.placed, plan.machine).hosts == 1
         yield (
             f"  expert parallel: each rank holds {local_experts} of {plan.job.model.num_experts} "
-            f"experts of a layer; tokens on their way send {format_bytes(step.experts_bytes)} per "
-            f"step and rank, {format_seconds(step.experts_s)} "
+            f"experts of a layer; tokens on their way send {format_bytes(sent.num_bytes)} per "
+            f"step and rank, {format_seconds(sent.seconds)} "
             f"{'inside the host' if inside else 'between hosts'}, if all experts get as many"
         )
 

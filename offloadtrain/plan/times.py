@@ -14,6 +14,37 @@ from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.proof.simulate import Steady, bound, steady
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What one rank sends to others in a step, and the time of it."""
+
+    num_bytes: int
+    seconds: float
+
+    def __add__(self, other: Exchange) -> Exchange:
+        return Exchange(self.num_bytes + other.num_bytes, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one rank sends to others in a step, in addition to the collectives of ZeRO.
+
+    Attributes:
+        copies: sums with the ranks that hold the same shard in other copies of the state.
+        parts: sums with the other parts of its matrices, in which the device computes nothing.
+        experts: tokens to experts of other ranks and back, in which the device computes nothing.
+    """
+
+    copies: Exchange
+    parts: Exchange
+    experts: Exchange
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(
+            self.copies + other.copies, self.parts + other.parts, self.experts + other.experts
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """One optimizer step in the long run.
@@ -29,12 +60,7 @@ class Prediction:
         hardware_tflops: of one rank, recompute counted.
         mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
         d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
-        copies_bytes, copies_s: of one rank, what of `comm_bytes` it sends to the ranks that hold
-            the same shard in other copies of the state, and the time of it.
-        parts_bytes, parts_s: of one rank, what it sends to the other parts of its matrices, and the
-            time of the sums, in which the device computes nothing.
-        experts_bytes, experts_s: of one rank, tokens that it sends to experts of other ranks and
-            back, and the time of it, in which the device computes nothing.
+        sent: of one rank; `comm_bytes` includes those with copies of the state.
         dram_bytes: memory traffic of one rank's host work.
         disk: what one rank asks of its drive.
     """
@@ -49,12 +75,7 @@ class Prediction:
     d2h_bytes: int
     h2d_bytes: int
     comm_bytes: int
-    copies_bytes: int
-    copies_s: float
-    parts_bytes: int
-    parts_s: float
-    experts_bytes: int
-    experts_s: float
+    sent: Sent
     dram_bytes: int
     disk: DiskLoad
     launch_s: float
@@ -186,13 +207,18 @@ def _prediction(costs: Costs, step: Steady) -> Prediction:
         d2h_bytes=down,
         h2d_bytes=up,
         comm_bytes=sent + costs.copies.sent_bytes * micro_steps,
-        copies_bytes=costs.copies.sent_bytes * micro_steps,
-        copies_s=costs.copies.seconds * micro_steps,
-        parts_bytes=costs.parts.sent_bytes * micro_steps,
-        parts_s=costs.parts.sums * costs.parts.sum_s * micro_steps,
-        experts_bytes=costs.experts.sent_bytes * micro_steps,
-        experts_s=costs.experts.exchanges * costs.experts.exchange_s * micro_steps,
+        sent=_sent(costs, micro_steps),
         dram_bytes=round(costs.dram_bytes),
         disk=costs.disk,
         launch_s=launch_s,
+    )
+
+
+def _sent(costs: Costs, micro_steps: int) -> Sent:
+    copies, parts, experts = costs.copies, costs.parts, costs.experts
+    experts_s = experts.exchanges * experts.exchange_s
+    return Sent(
+        Exchange(copies.sent_bytes * micro_steps, copies.seconds * micro_steps),
+        Exchange(parts.sent_bytes * micro_steps, parts.sums * parts.sum_s * micro_steps),
+        Exchange(experts.sent_bytes * micro_steps, experts_s * micro_steps),
     )

@@ -124,6 +124,7 @@ class Ranks:
             self._join(dist.get_process_group_ranks(group), device)
 
     def _join(self, members: list[int], device: torch.device | None) -> None:
+        """Make the groups of `members`: for collectives on `device`, and Gloo's for the host."""
         if len(members) == 1:
             return
         self.rank, self.size = members.index(dist.get_rank()), len(members)
@@ -460,7 +461,10 @@ def lost(what: str) -> str:
         store = dist.distributed_c10d._get_default_store()
         if store.check([_FAILED]):
             return f"{what} has lost another rank: {store.get(_FAILED).decode(errors='replace')}"
-    return f"{what} has lost another rank, whose process has ended: its own output says why"
+    return (
+        f"{what} has lost another rank: its process has ended, and its own output says why, or it "
+        "did not make the same call before the timeout of the process group"
+    )
 
 
 @contextmanager

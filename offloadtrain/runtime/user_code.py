@@ -12,7 +12,7 @@ OURS = f"{Path(__file__).parents[1]}/"
 TORCHS = f"{Path(torch.__file__).parent}/"
 """Folders whose frames are not the user's."""
 _PYTHONS = f"{Path(os.__file__).parent}/"
-"""Python's own library, and below it, as a rule, what is installed."""
+"""Folder of Python's standard library; installed packages are usually inside of it."""
 
 
 def called_from(frame: FrameType | None) -> tuple[str, str]:

@@ -155,28 +155,30 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SENT = [(sender, n) for sender in ("group", "pkill", "parent", "child") for n in STOPS]
 
 
-@pytest.mark.parametrize(("sender", "number"), [("terminal", signal.SIGINT), *SENT])
-def test_a_stop_counts_once_however_late_the_small_parent_hears_it(
-    sender: str, number: signal.Signals
-) -> None:
+def test_a_stop_counts_once_however_late_the_small_parent_hears_it() -> None:
     """A terminal, and a kill of the group, reach both. A second stop would end a run at once."""
-    pid, terminal = start_counting()
+    sent = [("terminal", signal.SIGINT), *SENT]
+    started = [start_counting() for _ in sent]
     try:
-        child = children_of(pid)[-1]
-        os.kill(pid, signal.SIGSTOP)
-        if sender == "terminal":
-            os.write(terminal, b"\x03")
-        elif sender == "group":
-            os.killpg(pid, number)
-        else:
-            all_of_them = {"pkill": [pid, *children_of(pid)], "parent": [pid], "child": [child]}
-            for process in all_of_them[sender]:
-                os.kill(process, number)
+        for (pid, terminal), (sender, number) in zip(started, sent, strict=True):
+            child = children_of(pid)[-1]
+            os.kill(pid, signal.SIGSTOP)
+            if sender == "terminal":
+                os.write(terminal, b"\x03")
+            elif sender == "group":
+                os.killpg(pid, number)
+            else:
+                all_of_them = {"pkill": [pid, *children_of(pid)], "parent": [pid], "child": [child]}
+                for process in all_of_them[sender]:
+                    os.kill(process, number)
         time.sleep(0.5)
-        os.kill(pid, signal.SIGCONT)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+        for pid, _ in started:
+            os.kill(pid, signal.SIGCONT)
+        ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, _ in started]
+        assert dict(zip(sent, ends, strict=True)) == dict.fromkeys(sent, 1)
     finally:
-        os.close(terminal)
+        for _, terminal in started:
+            os.close(terminal)
 
 
 def test_each_stop_of_a_group_counts_under_a_small_parent() -> None:

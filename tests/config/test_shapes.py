@@ -86,6 +86,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"num_layers": 1025}, "no model has more than 1024"),
     ({"vocab_size": 10**12}, "no model has more than 16777216"),
     ({"d_model": 1 << 22}, "parameters, and at most"),
+    ({"d_ff": 1 << 60}, f"d_ff = {1 << 60} and num_experts = 0: the model has"),
     ({"d_model": 0}, "d_model"),
     ({"num_heads": 0}, "num_heads"),
     ({"max_seq_len": 0}, "max_seq_len"),

@@ -50,17 +50,17 @@ def test_traffic_among_copies_by_hand() -> None:
     shard = sum(bucket.shard_numel for bucket in grouped.placed.spec.buckets)
     traffic = grouped.prediction
     micro_steps = grouped.placed.config.train.grad_accum_steps
-    assert micro_steps == 2 and traffic.copies_bytes == micro_steps * 4 * shard * 2 // 2
+    assert micro_steps == 2 and traffic.sent.copies.num_bytes == micro_steps * 4 * shard * 2 // 2
     halves = alone.placed.config.train.grad_accum_steps // micro_steps
     of_gathers = sum(bucket.shard_numel * 4 for bucket in alone.placed.spec.buckets)
     within = (alone.prediction.comm_bytes - of_gathers) // halves + of_gathers
-    assert traffic.comm_bytes == within + traffic.copies_bytes
-    assert traffic.copies_s == pytest.approx(
-        traffic.copies_bytes / (grouped.machine.gpu_link_gbps * 1e9)
+    assert traffic.comm_bytes == within + traffic.sent.copies.num_bytes
+    assert traffic.sent.copies.seconds == pytest.approx(
+        traffic.sent.copies.num_bytes / (grouped.machine.gpu_link_gbps * 1e9)
     )
     assert "2 copies of the state, each in 2 shards" in text(grouped)
     assert as_json(grouped)["state_copies"] == 2 and as_json(alone)["state_copies"] == 1
-    assert alone.prediction.copies_bytes == 0
+    assert alone.prediction.sent.copies.num_bytes == 0
 
 
 def two_gpus(machine: Machine) -> Machine:
@@ -89,12 +89,14 @@ def test_tokens_on_their_way_by_hand() -> None:
         part = plan.placed.config.train
         rows = part.micro_batch * 32 * 2
         sent = exchanges * rows * 32 * 4 // 2 * part.grad_accum_steps  # d_model, fp32
-        assert plan.prediction.experts_bytes == sent
-        assert plan.prediction.experts_s == pytest.approx(sent / (plan.machine.gpu_link_gbps * 1e9))
+        assert plan.prediction.sent.experts.num_bytes == sent
+        assert plan.prediction.sent.experts.seconds == pytest.approx(
+            sent / (plan.machine.gpu_link_gbps * 1e9)
+        )
         assert "each rank holds 2 of 4 experts of a layer" in text(plan)
         assert as_json(plan)["expert_parts"] == 2
     plain = make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2)
-    assert plain.prediction.experts_bytes == 0 and "expert parallel" not in text(plain)
+    assert plain.prediction.sent.experts.num_bytes == 0 and "expert parallel" not in text(plain)
     # Both hold all experts once: a rank in the one, both ranks in the other.
     assert make(job, *find("cpu2"), 2).checkpoint_bytes == pytest.approx(
         plain.checkpoint_bytes, rel=0.01
@@ -182,10 +184,13 @@ def test_traffic_among_parts_by_hand() -> None:
     tensor = 4 * 4 * 32 * 32  # fp32, sequences, tokens, d_model
     for policy, sums in ((job, 8), (again, 10)):
         plan = make(policy, *find("cpu2"), 2)
-        assert plan.prediction.parts_bytes == sums * tensor * 2  # microbatches
-        assert 0 < plan.prediction.parts_s < plan.prediction.busy_s["compute"]
+        assert plan.prediction.sent.parts.num_bytes == sums * tensor * 2  # microbatches
+        assert 0 < plan.prediction.sent.parts.seconds < plan.prediction.busy_s["compute"]
         assert "tensor parallel: each rank holds 1/2" in text(plan)
-    assert make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2).prediction.parts_bytes == 0
+    assert (
+        make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2).prediction.sent.parts.num_bytes
+        == 0
+    )
 
 
 @pytest.mark.slow
@@ -200,13 +205,13 @@ def test_traffic_within_a_stage_by_hand(options: Options) -> None:
     )
     part, layers = plan.placed.config.train, plan.job.model.num_layers // 2
     tensor = part.micro_batch * 32 * 32 * 4  # tokens, d_model, fp32
-    assert plan.prediction.parts_bytes == 4 * layers * tensor * part.grad_accum_steps
+    assert plan.prediction.sent.parts.num_bytes == 4 * layers * tensor * part.grad_accum_steps
     times = times_of(plan)
     assert times is not None and {link.nbytes for link in times.links} == {tensor}
     assert "tensor parallel: each rank holds 1/2 of the layers' matrices" in text(plan)
     part = of_experts.placed.config.train
     rows = part.micro_batch * part.grad_accum_steps * 32 * 2
-    assert of_experts.prediction.experts_bytes == 4 * layers * rows * 32 * 4 // 2
+    assert of_experts.prediction.sent.experts.num_bytes == 4 * layers * rows * 32 * 4 // 2
     assert "each rank holds 2 of 4 experts of a layer" in text(of_experts)
     for proved in (plan, make(plan.job, *find("cpu2"), 4, stage=1), of_experts):
         assert "as planned" in dry_run.check(proved) and proved.ranks == 4

@@ -205,7 +205,7 @@ TRANSFORMERS_TRAINED = [
 ]
 
 
-@pytest.mark.draws(0.45)
+@pytest.mark.draws(0.3)
 @pytest.mark.parametrize(("name", "options"), [*TRAINED, *TRANSFORMERS_TRAINED])
 def test_a_divided_job_trains_the_model_of_its_reference(
     ranks: Run,
@@ -520,7 +520,7 @@ def is_reference(division: Division, divisions: list[Division]) -> bool:
     ],
 )
 def test_a_rank_that_fails_is_named_and_the_job_comes_back(
-    tmp_path: Path, name: str, killed: int, fault: str, options: Options
+    tmp_path: Path, pools: object, name: str, killed: int, fault: str, options: Options
 ) -> None:
     """Restarted from its checkpoint, the job has the bits of a run in which nothing failed."""
     require_transformers(options)
@@ -528,14 +528,14 @@ def test_a_rank_that_fails_is_named_and_the_job_comes_back(
     path = write_job(tmp_path, **keys(division, options))
     least = ("--nproc", f"{division.ranks}", "--set", f"train.hang_timeout_s={HANG_S}")
     fails = (fault, "6", f"{killed}")
-    run = Job.start(path, tmp_path / "run", *least, "--max-restarts", "1", fault=fails)
+    run = Job.fork(path, tmp_path / "run", *least, "--max-restarts", "1", fault=fails)
     assert run.ended() == 0, run.text
     what = "was killed by SIGKILL" if fault.endswith("kill") else "makes no progress"
     role = rf"rank {killed} \({division.roles[killed]}, pid \d+\) {what}"
     assert re.search(role, run.text), run.text
     job = job_of(tmp_path, **keys(division, options))
     assert explain(job, shared(job, division.ranks), division.ranks).split(":")[0] in run.text
-    complete = Job.start(path, tmp_path / "complete", *least)
+    complete = Job.fork(path, tmp_path / "complete", *least)
     assert complete.ended() == 0, complete.text
     last = {figure[0]: figure for figure in figures(tmp_path / "run")}
     assert list(last.values()) == figures(tmp_path / "complete")

@@ -50,8 +50,8 @@ def case(size: int, model: str, *options: Options, quick: bool = False, **loop: 
 
 
 CASES = [
-    case(2, "chain", quick=True),
-    case(4, "tied", quick=True),
+    case(2, "chain"),
+    case(4, "tied"),
     case(2, "frozen", SUMMED, FP32_SUMS, quick=True),
     case(4, "unusual", explicit=False),
     case(2, "chain", SUMMED, explicit=False),
@@ -230,9 +230,8 @@ def same_runs(plain: Options, *placements: Options) -> None:
         ),
         ({"update": "delayed", "warmup_steps": 1} | ZERO_1, [ZERO_2, ZERO_3]),
         # With two addends the order of the sum is no question, so that cuts cannot matter.
-        ({}, [{"pieces": 1024}]),
         (SUMMED | {"state": "int8"}, [{"pieces": 1024}]),
-        pytest.param(FP32_SUMS, [{"pieces": 1024}], marks=pytest.mark.slow),
+        *(pytest.param(x, [{"pieces": 1024}], marks=pytest.mark.slow) for x in ({}, FP32_SUMS)),
     ],
     ids=str,
 )

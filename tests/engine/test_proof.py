@@ -149,7 +149,7 @@ def trained(configuration: Configuration, lanes: Lanes, folder: Path) -> dict[st
     return tensors
 
 
-@levels.examples(50)
+@levels.examples(30)
 @given(
     configuration=any_valid(),
     kind=st.sampled_from(sorted(LANES)),

@@ -52,7 +52,7 @@ def test_a_run_on_the_disk_has_the_bits_of_the_plain_loop(
     check(configuration, tmp_path, steps=4)
 
 
-@levels.examples(60)
+@levels.examples(30)
 @given(configuration=any_valid())
 def test_a_drawn_run_has_the_bits_of_the_plain_loop(
     configuration: Configuration, tmp_path_factory: pytest.TempPathFactory

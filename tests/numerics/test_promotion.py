@@ -38,6 +38,8 @@ from tests.numerics.test_changes_between_steps import booked, planned
 from tests.recording_lanes import RecordingLanes
 from tests.seeded_lanes import SeededLanes
 
+CHECK_STEPS = 3
+"""Between two checks here; `tests/gpu` and `tests/distributed` train as many as users do."""
 TOTAL = 32 << 30
 CHECK_STEPS = 4
 """In place of the engine's, so that a test takes fewer steps."""
@@ -60,6 +62,11 @@ class Device:
         patch.setattr(promotion, "memory_use", self.use)
         patch.setattr(promotion, "failed_allocations", lambda device: self.failures)
         patch.setattr(promotion, "_reason_against", lambda config, rules, device: None)
+
+
+@pytest.fixture(autouse=True)
+def few_steps_between_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "CHECK_STEPS", CHECK_STEPS)
 
 
 @pytest.fixture

@@ -53,6 +53,27 @@ class Following(Layer):
         return output
 
 
+class Remembering(nn.Module):
+    last: Tensor | int = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x + self.last
+        self.last = x.detach()
+        return output
+
+
+class Growing(Layer):
+    """Gets a module with a recurrence after its first call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.memory = Remembering()
+        return super().forward(x if self.calls < 2 else self.memory(x))
+
+
 class Drawing(Layer):
     """Noise from every generator that torch's checkpoint does not restore."""
 
@@ -151,7 +172,7 @@ def train(
 
 
 @pytest.mark.parametrize("activation", ["recompute", "offload"])
-@pytest.mark.parametrize("layer", [Normed, Iterating, Following, Drawing, Paired, Dropped])
+@pytest.mark.parametrize("layer", [Normed, Iterating, Following, Growing, Drawing, Paired, Dropped])
 @pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_bits_are_those_of_kept_activations(
     layer: Callable[[], nn.Module], activation: str, ahead: bool

@@ -47,7 +47,7 @@ def bytes_of(optimizer: ot.OffloadOptimizer, tier: Tier, owner: str) -> int:
 def test_the_bits_of_a_resident_run(state: str, options: dict[str, Any]) -> None:
     """With clipping: norms and losses of each step, and weights and state at the end. None and all
     of the sums are in `test_bits`."""
-    stream = batches(4 * ACCUM)
+    stream = batches(3 * ACCUM)
     for share in (0.3, 0.7):
         keys = options | {"state": state, "sums_on": {"device": share}}
         run, optimizer, model = pair(make("tied"), accum=ACCUM, clip=0.3, **keys)

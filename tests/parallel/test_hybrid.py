@@ -103,7 +103,7 @@ def test_a_group_that_would_make_another_update_is_named(
 ) -> None:
     for message in own_ranks(4, message_of_another_step, what):
         assert message.startswith("RankError")
-        assert f"{differs} of copy 1 are not those of copy 0" in message
+        assert f"{differs} of copy 1 and of copy 0 differ" in message
 
 
 def refusal(*sizes: int, names: tuple[str, ...]) -> str:

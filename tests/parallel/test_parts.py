@@ -197,7 +197,7 @@ def test_parts_that_do_not_begin_alike_are_refused(ranks: Run) -> None:
             "no mesh": "'layers.0.attention.q.weight' is a DTensor on 2 ranks, and 1 hold",
             "muon": "is a part of a tensor, and Muon updates whole ones",
             "lamb": "is a part of a tensor, and LAMB updates whole ones",
-            "skip": "the skips asked for of part 1 are not those of part 0",
+            "skip": "the skips asked for of part 1 and of part 0 differ",
         },
     )
 

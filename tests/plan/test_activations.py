@@ -98,9 +98,7 @@ IN_PARTS = {"train__chunked_loss": True, "offload__precision": "fp32"}
 SOME: list[tuple[str, str, int, dict[str, Any]]] = [
     ("llama", "tokens", 0, {"offload__activation": "recompute", "offload__recompute_blocks": 4}),
     ("gpt", "tokens", 0, BF16),
-    ("llama", "logits", 0, BF16),
     ("gpt with dropout", "logits", 0, BF16),
-    ("gpt", "logits", 128, IN_PARTS),
     ("llama", "logits", 1024, IN_PARTS),
 ]
 LATER: list[tuple[str, str, int, dict[str, Any]]] = [
@@ -114,7 +112,9 @@ LATER: list[tuple[str, str, int, dict[str, Any]]] = [
         for size in ("tokens", "logits")
     ),
     ("llama", "tokens", 0, BF16),
+    ("llama", "logits", 0, BF16),
     ("gpt", "logits", 0, BF16),
+    ("gpt", "logits", 128, IN_PARTS),
     ("gpt", "logits", 1024, IN_PARTS),
     ("llama", "logits", 128, IN_PARTS),
 ]

@@ -18,7 +18,9 @@ from offloadtrain.train.update_choice import UpdateChoice
 from tests.train.conftest import assert_same_run
 from tests.train.small_job import events_of, run, small_job, tensor_hashes
 
-STEPS = 2 * (update_choice._SETTLING + update_choice.STEPS) + 5
+MEASURED = update_choice._SETTLING + 3
+"""Steps of each mode; all take the same time here, so that a few have the median of many."""
+STEPS = 2 * MEASURED + 5
 DECIDES = STEPS - 4
 """The last step that is measured: the first of the run does not guess."""
 
@@ -33,6 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     """Plan a gain for speculative updates; return a function that sets the step times of the
     modes, speculative and exact."""
     monkeypatch.setattr(automatic, "GAIN", -1.0)
+    monkeypatch.setattr(update_choice, "STEPS", MEASURED - update_choice._SETTLING)
     monkeypatch.setattr(run_memory, "_EVERY_S", 0.0)  # the log has the memory of every step
     after_step = UpdateChoice.after_step
 
@@ -101,8 +104,7 @@ def test_the_faster_mode_stays_also_after_a_resume(
     assert console.count(event.message) == 1
     moments = [moment_of(r, b"") for r in log_lines.read(auto / "events" / "rank000.jsonl")]
     assert event.message in [moment.text for moment in moments if moment], "the monitor lists it"
-    measured = update_choice._SETTLING + update_choice.STEPS
-    first = [False] + [True] * measured + [False] * measured
+    first = [False] + [True] * MEASURED + [False] * MEASURED
     assert guesses(auto) == first + [decided == "speculative"] * 4
     assert bool(second_copy_bytes(auto)) == (decided == "speculative")
     assert 'update = "auto"' in (auto / "resolved.toml").read_text()

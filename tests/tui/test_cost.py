@@ -68,7 +68,7 @@ def test_a_chart_of_a_long_run_reads_as_little_as_one_of_a_short_run() -> None:
                 for lo, hi in shown.window.columns(100):
                     curve.series.extent(lo, min(hi, len(curve.series)))
 
-    look(long)  # the pyramids are made once
+    look(long)  # stretches are measured once
     look(short)
     assert cpu_s(lambda: look(long)) < 3.0 * SLACK * cpu_s(lambda: look(short))
 

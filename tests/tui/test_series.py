@@ -1,4 +1,4 @@
-"""Columns and their pyramids, compared with a loop over all values."""
+"""Columns, compared with a loop over all values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_extent_of_any_stretch(values: list[float | None], data: st.DataObje
     cut = data.draw(st.integers(0, len(values)))
     for value in values[:cut]:
         series.append(value)
-    series.extent(0, cut)  # the pyramid is begun, and must grow with what follows
+    series.extent(0, cut)  # stretches are measured, and must grow with what follows
     series.extend([math.nan if value is None else value for value in values[cut:]])
     lo = data.draw(st.integers(0, len(values)))
     hi = data.draw(st.integers(lo, len(values)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +43,7 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.svg import portable
 from offloadtrain_tui.text import clean
-from offloadtrain_tui.this_machine import MachineSampler
+from offloadtrain_tui.this_machine import keep_sampling
 from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
@@ -142,8 +143,8 @@ class Monitor(App[None]):
         )
         self._selected = 0
         self._overlaid = set(named) if len(run_paths) > 1 else set()
-        self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
-        self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
+        watches = watch_machine and not isinstance(self.clock, ReplayClock)
+        self._stop_sampling = threading.Event() if watches else None
         self._watched = Watched()
         self.settings = settings.DEFAULTS
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
@@ -167,8 +168,9 @@ class Monitor(App[None]):
 
     def on_mount(self) -> None:
         self.reader.start()
-        if self._watch_machine:
-            self._machine.start()
+        if self._stop_sampling is not None:
+            work = lambda system: self.post_message(self.Sampled(system)), self._stop_sampling
+            threading.Thread(target=keep_sampling, args=work, daemon=True).start()
         replay = isinstance(self.clock, ReplayClock)
         self._quiet = self.set_interval(0.25 if replay else QUIET_S, self.settle)
         self.set_interval(RUNS_EVERY_S, self._look_for_runs)
@@ -180,7 +182,8 @@ class Monitor(App[None]):
 
     def on_unmount(self) -> None:
         self.reader.close()
-        self._machine.close()
+        if self._stop_sampling is not None:
+            self._stop_sampling.set()
 
     # ---- news
 
@@ -203,7 +206,7 @@ class Monitor(App[None]):
     @property
     def is_settled(self) -> bool:
         """True if everything present at the start has been read, and the screen is complete."""
-        sampled = self.shown.machine is not None or not self._watch_machine
+        sampled = self.shown.machine is not None or self._stop_sampling is None
         logs = not self.reader.readers or (
             bool(self.reader.snapshots)
             and all(snapshot.is_complete for snapshot in self.reader.snapshots)
@@ -214,8 +217,7 @@ class Monitor(App[None]):
         """List runs on another thread: a hundred runs on a slow disk take time."""
 
         def look() -> None:
-            rows = self._listing.rows(self.clock.now_s())
-            self.post_message(self.Listed(rows))
+            self.post_message(self.Listed(self._listing.rows(self.clock.now_s())))
 
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 

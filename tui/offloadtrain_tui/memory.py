@@ -55,8 +55,7 @@ def rows(view: View) -> list[tuple[schema.MemoryRow, int | None]]:
 
 def planned(view: View) -> dict[tuple[str, str], int]:
     """Return (tier, owner) → bytes of the run's initial plan."""
-    plan: Any = view.start.plan if view.start else {}
-    memory = plan.get("memory")
+    memory: Any = view.plan.get("memory")
     sizes = {
         (tier, owner): size
         for tier, owners in (memory.items() if isinstance(memory, dict) else ())
@@ -64,7 +63,7 @@ def planned(view: View) -> dict[tuple[str, str], int]:
         for owner, size in owners.items()
         if isinstance(size, int)
     }
-    moving = plan.get("activations")
+    moving: Any = view.plan.get("activations")
     if sizes and isinstance(moving, dict) and not view.on_cpu:
         sizes["device", ACTIVATIONS] = sum(s for s in moving.values() if isinstance(s, int))
     return sizes
@@ -215,7 +214,7 @@ def _planned_host(views: Sequence[View]) -> int:
     """Return the planned bytes of these ranks, including those of their processes."""
     tiers = ("host", "device") if views and views[0].on_cpu else ("host",)
     sizes = [size for view in views for (tier, _), size in planned(view).items() if tier in tiers]
-    process_sizes = [view.start.plan.get("process_bytes") for view in views if view.start]
+    process_sizes = [view.plan.get("process_bytes") for view in views]
     return sum(sizes) + sum(size for size in process_sizes if isinstance(size, int)) if sizes else 0
 
 
@@ -269,7 +268,7 @@ def _age(time_s: float | None, shown: ViewState) -> str:
 
 
 def _uuid(view: View) -> str:
-    return str(view.start.plan.get("gpu_uuid", "")) if view.start else ""
+    return str(view.plan.get("gpu_uuid", ""))
 
 
 def _parts(owned: Iterable[schema.MemoryRow]) -> tuple[Part, ...]:

@@ -60,8 +60,7 @@ def load(file: Path, themes: Collection[str]) -> Settings:
         return DEFAULTS
     kinds = toml.field_kinds(Settings)
     job = toml.parse(text, str(file), list(kinds))
-    toml.report_unknown(job, job.tables, list(kinds))
-    values = toml.read_fields(job, kinds, job.tables)
+    values = toml.read_table(job, kinds, job.tables)
     if (theme := values.get("theme")) and theme not in themes:
         job.problems.append(f"theme = {toml.shown(theme)} must be one of {', '.join(themes)}")
     if (mean := values.get("mean", 0)) < 0:

@@ -146,7 +146,7 @@ def before_first_step(shown: ViewState) -> str:
     if start is None or since_s is None or view.end is not None:
         return "setting up: its log begins when data, model and memory are ready"
     spent = units.format_duration(max(shown.now_s - since_s, 0.0))
-    planned: Any = start.plan.get("step")
+    planned: Any = view.plan.get("step")
     seconds = planned.get("seconds") if isinstance(planned, dict) else None
     usual = f" of {units.format_duration(seconds)} as planned" if isinstance(seconds, float) else ""
     resumed = f", resumed after step {start.start_step}" if start.start_step else ""

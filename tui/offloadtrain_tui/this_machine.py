@@ -1,6 +1,6 @@
 """Samples of this machine by the monitor itself: host memory, and GPUs through NVML; no torch.
 
-They run on their own thread, since drivers answer late, or never.
+They run on their own thread, since drivers answer late, or never: nobody waits for its end.
 """
 
 from __future__ import annotations
@@ -18,34 +18,12 @@ from offloadtrain.hardware.nvml import Nvml
 SAMPLE_S = 1.0
 
 
-class MachineSampler:
-    """Calls `on_sample` every second; no failure here reaches the screen's thread."""
-
-    def __init__(
-        self,
-        on_sample: Callable[[System], object],
-        *,
-        interval_s: float = SAMPLE_S,
-        make_nvml: Callable[[], Nvml] = Nvml,
-    ) -> None:
-        self._on_sample = on_sample
-        self._interval_s = interval_s
-        self._make_nvml = make_nvml
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="machine-sampler", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop sampling, without waiting for a hanging driver."""
-        self._ended.set()
-
-    def _run(self) -> None:
-        nvml = self._make_nvml()
-        while not self._ended.is_set():
-            self._on_sample(sample(nvml))
-            self._ended.wait(self._interval_s)
+def keep_sampling(on_sample: Callable[[System], object], ended: threading.Event) -> None:
+    """Call `on_sample` every second, on a thread of its own, until `ended` is set."""
+    nvml = Nvml()
+    while not ended.is_set():
+        on_sample(sample(nvml))
+        ended.wait(SAMPLE_S)
 
 
 def sample(nvml: Nvml) -> System:

@@ -85,14 +85,13 @@ def right_guesses(view: View) -> float | None:
 def against_plan(view: View) -> str:
     """Return the speed as a share of the planned one, and who else uses the CPU where it is much
     slower; "" without a plan. On a CPU whose rates `doctor` has not measured there is no share."""
-    planned: Any = view.start.plan.get("step") if view.start else None
+    planned: Any = view.plan.get("step")
     seconds = planned.get("seconds") if isinstance(planned, dict) else None
     step_ms = view.median_step_ms(RECENT_STEPS)
     if not isinstance(seconds, float | int) or not seconds > 0 or not step_ms:
         return ""
     share, others = 1e3 * seconds / step_ms, _other_programs(view)
-    plan = view.start.plan if view.start else {}
-    if plan.get("device") == "cpu" and _UNMEASURED in str(plan.get("machine")):
+    if view.on_cpu and _UNMEASURED in str(view.plan.get("machine")):
         return others
     if share >= 0.5:
         return f"{100 * share:.0f}% of plan"

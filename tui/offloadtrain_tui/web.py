@@ -106,18 +106,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def with_policy(response: web.StreamResponse, url: str) -> web.StreamResponse:
-    """Return the response with a policy that loads nothing from other hosts and shows it in no
-    frame: textual-serve's page names a font of Google's, for which a machine without the internet
-    would wait."""
-    if not response.prepared:
-        socket_url = url.replace("http", "ws", 1)
-        policy = f"default-src 'self' {url} {socket_url} data: 'unsafe-inline'"
-        policy += "; frame-ancestors 'none'"
-        response.headers["Content-Security-Policy"] = policy
-    return response
-
-
 def _cannot_listen(host: str, port: int) -> str:
     """Return why the address cannot be listened on; "" if it can."""
     try:
@@ -137,7 +125,11 @@ def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
     named = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
     authority = named.lower() if port == 80 else f"{named}:{port}".lower()  # as browsers send it
     url = f"http://{authority}"
-
+    # Loads nothing from other hosts, and is shown in no frame: textual-serve's page names a font of
+    # Google's, for which a machine without the internet would wait.
+    policy = (
+        f"default-src 'self' {url} ws://{authority} data: 'unsafe-inline'; frame-ancestors 'none'"
+    )
     tabs: set[asyncio.Task[object]] = set()
 
     @web.middleware
@@ -157,7 +149,10 @@ def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
         if tab is not None and request.path == "/ws":
             tabs.add(tab)
         try:
-            return with_policy(await handler(request), url)
+            response = await handler(request)
+            if not response.prepared:
+                response.headers["Content-Security-Policy"] = policy
+            return response
         finally:
             tabs.difference_update({tab})
 

@@ -36,7 +36,7 @@ _NOT_WHOLE = (
 )
 
 CODE_GENERATOR = "inductor"
-"""torch's name of the backend that makes code of what is partitioned."""
+"""torch's name of the backend that generates code for the partitioned graphs."""
 
 _BUDGET_EPSILON = 1e-9
 

@@ -48,7 +48,7 @@ class Float8Layers:
     def __init__(
         self, model: nn.Module, recipe: str, device: torch.device, *, is_compiled: bool
     ) -> None:
-        """Convert what is not converted yet.
+        """Convert the layers that are not converted yet.
 
         Args:
             recipe: of torchao, "tensorwise" or "rowwise".
@@ -155,7 +155,7 @@ def _check_layers(option: str, model: nn.Module, linear_layers: Mapping[nn.Linea
 
 
 def _check_device(option: str, device: torch.device, *, is_compiled: bool) -> None:
-    """Raises OptionError for a GPU without FP8 products; warns of what is slow."""
+    """Raises OptionError for a GPU without FP8 products; warns of slow combinations."""
     if device.type == "cpu":
         _log.warning("%s on the CPU is emulated: it is slower than 16 bits, and for tests", option)
         return

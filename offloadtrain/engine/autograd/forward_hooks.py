@@ -60,7 +60,7 @@ _NOTES = {
     "Half": _DTYPES,
     "don't yet support saved tensor hooks": _HOOKS,
 }
-"""What an error of torch's in a forward contains → what is said to it."""
+"""Part of the message of torch's error → the note that is added to it."""
 
 
 class _Running(NamedTuple):
@@ -223,17 +223,16 @@ class ForwardHooks:
         pushed = self._saved.push(begin=begin)
         return partial(self._saved.pop, pushed)
 
-    def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
-        """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
+    def must_enter_inside(self, module: nn.Module) -> bool:
+        """Tell whether a module inside a streamed block must enter: where the block's hooks have
         not fired, in a forward that is called past them, or runs again ([Note: Recompute without
-        hooks]), and where they are not the innermost any more. Returns True if `leave` must
-        follow."""
+        hooks]), and where they are not the innermost any more."""
         hooked = self._hooked[module]
-        if are_covered() or not all(block.forwards for block in hooked.waits):
-            self.enter(module, frame=frame)
-            return True
+        for block in hooked.waits:
+            if not block.forwards:
+                return True
         hooked.handles = hooked.handles and in_backward()
-        return False
+        return are_covered()
 
     @engine_code
     def leave(self, module: nn.Module) -> None:

@@ -4,7 +4,7 @@
 torch calls the hooks after a forward also where that raises an `Exception`, but not after Ctrl-C.
 Pins, spans and saved-tensor hooks of that forward would stay, and the last of these would take what
 the next model of the process saves: in a notebook, silently. So each forward keeps the frame that
-called its hooks. Whoever finds a forward whose frame has ended ends it.
+called its hooks. The next hook that sees such a frame after its end ends the forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Watcher(Protocol):
     def enter_again(
         self, module: nn.Module, begin: Callable[[Any], Any]
     ) -> Callable[[], object]: ...
-    def enter_inside(self, module: nn.Module, frame: FrameType) -> bool: ...
+    def must_enter_inside(self, module: nn.Module) -> bool: ...
     def leave(self, module: nn.Module) -> None: ...
 
 
@@ -93,7 +93,8 @@ class _EnterInside(_Hook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         watcher = None if torch.compiler.is_dynamo_compiling() else self._watcher()
-        if watcher is not None and watcher.enter_inside(module, sys._getframe(1)):
+        if watcher is not None and watcher.must_enter_inside(module):
+            watcher.enter(module, frame=sys._getframe(1))
             leave = _Leave(watcher)
             leave.handle = module.register_forward_hook(leave, always_call=True)
 
@@ -154,8 +155,8 @@ def watch(module: nn.Module, watcher: Watcher, *, inside: bool = False) -> list[
     """Call the watcher around each forward of the module, also when forward raises.
 
     Args:
-        inside: the module is inside of a watched one: call `enter_inside`, and `leave` after it if
-            that says so.
+        inside: the module is inside of a watched one: call `enter` and `leave` only where
+            `must_enter_inside` says so.
     """
     if inside:
         return [module.register_forward_pre_hook(_EnterInside(watcher), prepend=True)]

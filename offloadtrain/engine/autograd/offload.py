@@ -224,7 +224,8 @@ class _Memory:
         self.version = version
 
     def stands_for(self, tensor: Tensor) -> bool:
-        """Tell whether the bytes of a tensor of the same counter are those that were copied."""
+        """Tell whether this is the copy of a tensor's bytes: its storage is that of the copied one,
+        whose version counter it shares, and was not changed in place since."""
         same = self._storage.cdata == tensor.untyped_storage()._cdata
         return same and not self._storage.expired() and self.version == tensor._version
 

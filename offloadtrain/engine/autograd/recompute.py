@@ -53,11 +53,11 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -73,40 +73,18 @@ from offloadtrain.engine.autograd.saved_tensors import Hooks, Kept, PassedOn, Pa
 from offloadtrain.engine.autograd.selective import Policy, Selection
 
 
-class _Generator(NamedTuple):
-    """How the state of a generator is read and set."""
-
-    read: Callable[[], Any]
-    set: Callable[[Any], None]
+def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
+    """Tell whether two sequences have the same objects."""
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
-class RandomStates:
-    """The states of all generators that a forward may draw from, but for torch's global ones."""
+class _Kind(NamedTuple):
+    """Reads, sets and compares the state of one kind of mutable object: its references, or the
+    numbers of a generator."""
 
-    def __init__(self, modules: Iterable[nn.Module], inputs: Collection[object]) -> None:
-        numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
-        self._shared = [(generator, generator.read()) for generator in _shared(numpy)]
-        attributes = _attributes(modules, inputs, numpy)
-        self._attributes = [(generator, generator.read()) for generator in attributes]
-
-    def forget_unused(self) -> None:
-        """The first run is over: forget the shared generators that it has not drawn from."""
-        self._shared = [
-            (generator, state) for generator, state in self._shared if generator.read() is not state
-        ]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers inside; afterwards generators are as they were."""
-        states = self._shared + self._attributes
-        now = [(generator, generator.read()) for generator, _ in states]
-        try:
-            for generator, state in states:
-                generator.set(state)
-            yield
-        finally:
-            for generator, state in now:
-                generator.set(state)
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+    are_same: Callable[[Any, Any], bool] = _are_same
 
 
 class _GlobalState:
@@ -117,9 +95,14 @@ class _GlobalState:
     first.
     """
 
-    def __init__(self, read: Callable[[], Any], peek: Callable[[Any], object]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        peek: Callable[[Any], object],
+    ) -> None:
         """`peek`: known state → what every draw changes; None where it cannot tell."""
-        self._read, self._peek = read, peek
+        self._read, self.write, self._peek = read, write, peek
         self._peeked: object = None
         self._state = read()
 
@@ -160,45 +143,38 @@ def _peek_numpy(numpy: Any, state: dict[str, Any]) -> bytes | None:
     return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
 
 
-_PYTHON = _Generator(_GlobalState(random.getstate, _peek_python).read, random.setstate)
+_PYTHON = _GlobalState(random.getstate, random.setstate, _peek_python)
+_GLOBAL = _Kind(_GlobalState.read, lambda source, state: source.write(state), is_)
 
 
 @cache
-def _shared(numpy: Any) -> list[_Generator]:
+def _global_states(numpy: Any) -> list[_GlobalState]:
     if numpy is None:
         return [_PYTHON]
-    state = _GlobalState(partial(numpy.get_state, legacy=False), partial(_peek_numpy, numpy))
-    return [_PYTHON, _Generator(state.read, numpy.set_state)]
-
-
-def _attributes(
-    modules: Iterable[nn.Module], inputs: Collection[object], numpy: Any
-) -> Iterator[_Generator]:
-    """Yield the generators among the attributes of `modules`, and among `inputs`."""
-    kinds = _KINDS if numpy is None else {**_KINDS, **_kinds_of(numpy)}
-    for values in (inputs, *(vars(module).values() for module in modules)):
-        # Nearly always there is none; to see that takes no loop of Python's.
-        if not kinds.keys().isdisjoint(map(type, values)):
-            for value in values:
-                if type(value) in kinds:
-                    yield kinds[type(value)](value)
-
-
-_KINDS: dict[type, Callable[[Any], _Generator]] = {
-    torch.Generator: lambda source: _Generator(source.get_state, source.set_state),
-    random.Random: lambda source: _Generator(source.getstate, source.setstate),
-}
-"""Type of a generator → how it is read and set."""
+    read, peek = partial(numpy.get_state, legacy=False), partial(_peek_numpy, numpy)
+    return [_PYTHON, _GlobalState(read, numpy.set_state, peek)]
 
 
 @cache
-def _kinds_of(numpy: Any) -> dict[type, Callable[[Any], _Generator]]:
-    return {
-        numpy.RandomState: lambda source: _Generator(
-            partial(source.get_state, legacy=False), source.set_state
+def _generators(numpy: Any) -> dict[type, _Kind]:
+    """Return type of a generator → how its state is read and set; states are not compared."""
+
+    def kind(read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> _Kind:
+        return _Kind(read, write, lambda first, second: False)
+
+    kinds: dict[type, _Kind] = {
+        torch.Generator: kind(torch.Generator.get_state, torch.Generator.set_state),
+        random.Random: kind(random.Random.getstate, random.Random.setstate),
+    }
+    if numpy is None:
+        return kinds
+    return kinds | {
+        numpy.RandomState: kind(
+            partial(numpy.RandomState.get_state, legacy=False), numpy.RandomState.set_state
         ),
-        numpy.Generator: lambda source: _Generator(
-            lambda: source.bit_generator.state, partial(setattr, source.bit_generator, "state")
+        numpy.Generator: kind(
+            lambda source: source.bit_generator.state,
+            lambda source, state: setattr(source.bit_generator, "state", state),
         ),
     }
 
@@ -212,13 +188,6 @@ _LEAVES = (
 
 class RewindError(OffloadTrainError):
     """A forward changed a tensor among its inputs in place and cannot run again."""
-
-
-class _Kind(NamedTuple):
-    """Reads and sets the references in one kind of mutable object."""
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], None]
 
 
 class Place(NamedTuple):
@@ -279,8 +248,9 @@ class BufferChanges:
 
 
 class Rewind:
-    """The state of what a forward can change: all mutable objects that its arguments reach, and the
-    attributes, buffers and parameters of `modules`."""
+    """The state of what a forward can change: all mutable objects that its arguments reach, the
+    attributes, buffers and parameters of `modules`, and random generators but for torch's global
+    ones."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
@@ -305,22 +275,35 @@ class Rewind:
                 todo += obj
             else:
                 todo += [vars(obj)] if hasattr(obj, "__dict__") else []
-                if (kind := _kind(obj)) is not None:
+                of_type = (kind for cls, kind in _CONTAINERS if isinstance(obj, cls))
+                if kind := next(of_type, _SLOTS if _slots(obj) else None):
                     references = kind.read(obj)
                     self._noted.append((obj, kind, references))
                     todo += references
-        for module in modules:
-            # Parameters are replaced in forwards of torch.func.functional_call.
-            mappings = vars(module), module._buffers, module._parameters
-            self._noted += [(each, _ATTRIBUTES, each.copy()) for each in mappings]
+        # Parameters are replaced in forwards of torch.func.functional_call.
+        mappings = [each for m in modules for each in (vars(m), m._buffers, m._parameters)]
+        attributes = _Attributes.read(mappings)
+        self._noted.append((mappings, _ATTRIBUTES, attributes))
+        numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
+        kinds, values = _generators(numpy), (*args, *kwargs.values(), *attributes.values)
+        # Nearly always there is none; to see that takes no loop of Python's.
+        if not kinds.keys().isdisjoint(map(type, values)):
+            generators = [(obj, kinds[type(obj)]) for obj in values if type(obj) in kinds]
+            self._noted += [(obj, kind, kind.read(obj)) for obj, kind in generators]
+        self._global = [(state, _GLOBAL, state.read()) for state in _global_states(numpy)]
+        """The global generators that the first run may draw from."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""
         return [tensor for ref, _ in self._tensors if (tensor := ref()) is not None]
 
+    def forget_unused(self) -> None:
+        """The first run is over: forget the global generators that it has not drawn from."""
+        self._global = [entry for entry in self._global if entry[0].read() is not entry[2]]
+
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore inputs, attributes and buffers around the second run.
+        """Restore inputs, attributes, buffers and generators around the second run.
 
         Raises:
             RewindError: a tensor was changed in place since the first run began.
@@ -333,39 +316,45 @@ class Rewind:
                     f"{tuple(tensor.shape)} that was changed in place since its first run. Make a "
                     "new tensor (x = x + y in place of x += y), or set activation = 'keep'"
                 )
-        before = [kind.read(obj) for obj, kind, _ in self._noted]
-        for (obj, kind, then), now in zip(self._noted, before, strict=True):
-            if not _same_items(now, then):
-                kind.write(obj, then)
-        for saved in self.copies:
-            saved.place.buffers[saved.place.name] = saved.value.clone()
+        noted = [*self._noted, *self._global]
+        before = [kind.read(obj) for obj, kind, _ in noted]
         try:
+            for (obj, kind, then), now in zip(noted, before, strict=True):
+                if not kind.are_same(now, then):
+                    kind.write(obj, then)
+            for saved in self.copies:
+                saved.place.buffers[saved.place.name] = saved.value.clone()
             yield
         finally:
-            for (obj, kind, _), now in zip(self._noted, before, strict=True):
-                if not _same_items(kind.read(obj), now):
+            for (obj, kind, _), now in zip(noted, before, strict=True):
+                if not kind.are_same(kind.read(obj), now):
                     kind.write(obj, now)
 
 
-def _same_items(first: Any, second: Any) -> bool:
-    if len(first) != len(second) or not first:
-        return len(first) == len(second)
-    if not isinstance(first, dict):
-        return all(map(is_, first, second))
-    # Names are compared as strings, which is fast: nearly always they are the same objects.
-    return [*first] == [*second] and all(map(is_, first.values(), second.values()))
+class _Attributes(NamedTuple):
+    """The items of several mappings, each kind in a single list: a layer has some two hundred
+    attributes, and Python's loops over them would take most of a rerun's time."""
 
+    sizes: list[int]
+    names: list[str]
+    values: list[object]
 
-def _kind(obj: Any) -> _Kind | None:
-    if isinstance(obj, list | deque):
-        return _SEQUENCE
-    if isinstance(obj, set):
-        return _SET
-    if isinstance(obj, OrderedDict):
-        return _ORDERED
-    if isinstance(obj, dict):
-        return _MAPPING
-    return _SLOTS if _slots(obj) else None
+    @classmethod
+    def read(cls, mappings: Sequence[dict[str, Any]]) -> _Attributes:
+        values = chain.from_iterable(map(dict.values, mappings))
+        return cls([*map(len, mappings)], [*chain.from_iterable(mappings)], [*values])
+
+    def write(self, mappings: Sequence[dict[str, Any]]) -> None:
+        items = zip(self.names, self.values, strict=True)
+        for mapping, size in zip(mappings, self.sizes, strict=True):
+            before = dict(islice(items, size))
+            if [*mapping] != [*before] or not all(map(is_, mapping.values(), before.values())):
+                _clear_and_update(mapping, before)
+
+    def is_same(self, now: _Attributes) -> bool:
+        """Tell whether `now` has the same objects under the same names."""
+        are_named_alike = self.sizes == now.sizes and self.names == now.names
+        return are_named_alike and all(map(is_, self.values, now.values))
 
 
 def _mapping(base: Any) -> _Kind:
@@ -412,11 +401,17 @@ def _write_slots(obj: Any, references: list[Any]) -> None:
 
 
 _UNSET = object()
-_MAPPING, _ORDERED = _mapping(dict), _mapping(OrderedDict)
-_SEQUENCE, _SET = _Kind(list, _write_sequence), _Kind(list, _clear_and_update)
 _SLOTS = _Kind(_read_slots, _write_slots)
-_ATTRIBUTES = _Kind(dict.copy, _clear_and_update)
-"""Of a module, of which there are many with many: copied and compared without Python's loops."""
+_CONTAINERS: tuple[tuple[type | types.UnionType, _Kind], ...] = (
+    (list | deque, _Kind(list, _write_sequence)),
+    (set, _Kind(list, _clear_and_update)),
+    (OrderedDict, _mapping(OrderedDict)),
+    (dict, _mapping(dict)),
+)
+"""Type → its kind, subclasses first."""
+_ATTRIBUTES = _Kind(
+    _Attributes.read, lambda mappings, before: before.write(mappings), _Attributes.is_same
+)
 
 
 _log = logging.getLogger(__name__)
@@ -467,16 +462,13 @@ class _Runs:
             leave checkpoint's hooks on all that follows where the forward inside it raises.
     """
 
-    def __init__(
-        self, name: str, run: Callable[..., Any], inputs: Rewind, random: RandomStates
-    ) -> None:
+    def __init__(self, name: str, run: Callable[..., Any], inputs: Rewind) -> None:
         self._name = name
         self._saved: list[weakref.ref[_Placeholder]] = []
         self._missing: list[weakref.ref[_Placeholder]] = []
         """What the last second run has not saved yet, in reverse order."""
         self._run = run
         self._inputs = inputs
-        self._random = random
         self._ran = False
         self._modes = 0
         self.failed: BaseException | None = None
@@ -484,9 +476,8 @@ class _Runs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
             was_tracked = self._modes > torch._C._len_torch_dispatch_stack()
-            tracked: AbstractContextManager[object]
-            tracked = Passthrough() if was_tracked else nullcontext()  # type: ignore[no-untyped-call]
-            with self._inputs.again(), self._random.again(), tracked:
+            tracked = Passthrough if was_tracked else nullcontext
+            with self._inputs.again(), tracked():
                 output = self._run(self._pack_again, *args, **kwargs)
             if self._missing:
                 count = len(self._saved)
@@ -585,6 +576,19 @@ class Recomputed(ReplacedForward):
         self._watcher = watcher
         self._policy = policy
         self._changes = BufferChanges()
+        self._modules: list[nn.Module] = []
+        """The module and all inside, as `_find_modules` has returned them."""
+        self._children: list[nn.Module | None] = []
+        """Their children at that time."""
+
+    def _find_modules(self) -> list[nn.Module]:
+        """Return the module and all inside. A search in each run would take longer than to see that
+        none was added or removed since the last run."""
+        children = [*chain.from_iterable([m._modules.values() for m in self._modules])]
+        if not self._modules or not _are_same(children, self._children):
+            self._modules = list(self._module.modules())
+            self._children = [*chain.from_iterable([m._modules.values() for m in self._modules])]
+        return self._modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -596,11 +600,10 @@ class Recomputed(ReplacedForward):
                 "out, and give offload(compile_blocks=True), or set module.forward = "
                 "torch.compile(module.forward) before it"
             )
-        modules = list(self._module.modules())
+        modules = self._find_modules()
         inputs = Rewind(args, kwargs, modules)
-        random = RandomStates(modules, (*args, *kwargs.values()))
         selection = None if self._policy is None else Selection(self._policy)
-        run = _Runs(self._name, partial(self._run, selection or nullcontext()), inputs, random)
+        run = _Runs(self._name, partial(self._run, selection or nullcontext()), inputs)
         copies = self._changes.copies(modules)
         output = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if run.failed is not None:
@@ -608,7 +611,7 @@ class Recomputed(ReplacedForward):
                 raise run.failed
             finally:
                 run.failed = None  # its traceback holds this frame: a cycle, of activations too
-        random.forget_unused()
+        inputs.forget_unused()
         inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
         return output

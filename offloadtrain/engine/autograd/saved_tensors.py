@@ -236,7 +236,7 @@ class SavedTensors:
     def __init__(self, residency: Residency) -> None:
         self.within: Sequence[Block] = ()
         self._clock = 0
-        """Counts forwards of modules: what is saved later has a higher number."""
+        """Counts forwards of modules: tensors that are saved later have a higher number."""
         self._readings: dict[Block, Reading] = {}
         """Those of the running forward: all that it saves shares them."""
         self._readings_within: tuple[Reading, ...] | None = None
@@ -263,7 +263,7 @@ class SavedTensors:
         needed.
 
         Args:
-            offloader: takes what it wants of what is saved.
+            offloader: takes the saved tensors that it moves to the host.
             frame: that of the forward; see [Note: Interrupted forwards] in `hooks.py`.
             begin: for a run of a recomputed forward: the outer hooks → `Chain.pass_on`.
         """
@@ -398,7 +398,7 @@ class Chain:
     to the user's hooks only: it skips hooks that say `_checkpoint_internal`.
 
     Attributes:
-        saved, offloader: they take what is saved, until the hooks are off.
+        saved, offloader: they pack saved tensors until the hooks are off.
         outer: the hooks around them.
         pass_on: packs a tensor that neither of them takes.
         frame: that of the forward which they are for.

@@ -36,6 +36,8 @@ class _Noting(nn.Module):
     note: Callable[[Any, Any], None]
 
     def __init__(self, name: str, number: int, calls: list[Call], sizes: tuple[int, ...]) -> None:
+        """`calls`: gets (name, args, kwargs) of every call. `sizes`: of the weights that the module
+        stands for."""
         nn.Module.__init__(self)  # and not that of the class that it stands for
         self.number, self.sizes = number, sizes
         # It owns an element, as that which it stands for owns weights.
@@ -115,6 +117,7 @@ def _run(
 
 
 def _without_weights(model: Any, parts: Sequence[Part], calls: list[Call]) -> Any:
+    """Copy the model; its parts are replaced by modules that only note their calls."""
     embeddings, head = model.get_input_embeddings(), head_of(model)
     memo: dict[int, Any] = {}
     for number, part in enumerate(parts):

@@ -1,7 +1,7 @@
 """The plan of a rank that has one stage of a pipeline, or several, and how many layers each gets.
 
-All stages should compute for about as long. The last stage has the head beside its layers: of a
-model with a large vocabulary it takes as long as several of them, and as every stage waits for the
+All stages should compute for about as long. The last stage has the head in addition to its layers:
+with a large vocabulary the head takes as long as several layers. Since every stage waits for the
 slowest, the last one gets fewer layers.
 """
 

@@ -115,6 +115,7 @@ def _described(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _with_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return leaves of the same memory that get gradients, where their dtype has any."""
     return tuple(x.detach().requires_grad_(x.is_floating_point()) for x in tensors)
 
 
@@ -248,7 +249,7 @@ class Forward:
 def _post(operations: Sequence[P2POp]) -> None:
     if operations:
         for work in batch_isend_irecv([*operations]):
-            # What is received is read next. On a GPU only its stream waits, not this thread.
+            # The received tensors are read next. On a GPU only its stream waits, not this thread.
             work.wait()
 
 

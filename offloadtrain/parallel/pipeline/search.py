@@ -111,7 +111,7 @@ class Found:
 
     @property
     def _keys_of_offload(self) -> str:
-        """The keys that the search sets where they differ from the job's."""
+        """Return the keys and values that the search sets, where they differ from the job's."""
         offload, requested = self.plan.job.offload, self.asked.offload
         changed = {
             key: value
@@ -292,7 +292,7 @@ def _least(plan: Plan) -> float:
 
 
 def undivided(job: Config) -> str:
-    """Say why there are no stages, if the model allows none."""
+    """Return why the job's model cannot be divided into stages; "": it can."""
     return next(_contradictions(job, RanksConfig(pipeline=2)), "")
 
 

@@ -1,10 +1,10 @@
 """A model cut into the stages of a pipeline, each the model without the other stages' modules.
 
-Layers of lists are divided evenly, in order. What is registered before the first layer (embeddings)
-belongs to the first stage, what is registered after the last one (final norm, head) to the last.
+Layers of lists are divided evenly, in order. Modules that are registered before the first layer
+(embeddings) belong to the first stage, those after the last one (final norm, head) to the last.
 The modules of other stages are None, and missing from lists, so names stay those of the whole
-model. Its forward passes over what is None; that of a `Sequential` does so by itself. Decoders of
-transformers are cut in `decoder_stages`.
+model. Its forward passes over modules that are None; that of a `Sequential` does so by itself.
+Decoders of transformers are cut in `decoder_stages`.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class StageOptimizers:
                 optimizer.step(skip=skip)
             except LossScaleError as error:
                 # All stages have the same loss scale: the others raise it, too, once they are as
-                # far, and what is saved then is of one step.
+                # far, and the saved state is that of one step.
                 failed.append(error)
         if failed:
             raise failed[0]

@@ -2,7 +2,7 @@
 
 [Note: Two versions]
 A pipeline without flushes (PipeDream-2BW) begins the forwards of step t+1 before the backwards of
-step t have ended. The weights of step t, W(t), are then needed beside those of step t+1, which are
+step t have ended. The weights of step t, W(t), are then needed with those of step t+1, which are
 W(t) - update of the gradient at W(t-1): the recurrence of Delayed. So there are two versions on the
 device. Adam of step t-1 ends while step t computes, and its weights go up at once, into the version
 that step t-1 has used: its last backward is over when its norm is known. Only what parameters are
@@ -34,7 +34,7 @@ from offloadtrain.step.program.updates import Decision, Exact, Speculation, Upda
 
 
 class TwoVersions(Exact):
-    """Delayed, with the new weights uploaded beside the ones in use: [Note: Two versions]."""
+    """Delayed, with memory of their own for new weights on the device: [Note: Two versions]."""
 
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)

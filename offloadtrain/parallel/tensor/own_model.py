@@ -3,7 +3,7 @@
 Matrices into heads and hidden units are divided by rows of the weight, those out of them by
 columns, so that each half of a block sums once over the parts: forward what it adds to the residual
 stream, backward the gradient of its input. Norms, embedding and head are whole on every rank: all
-parts compute them alike, from the same batch. So are experts and their router.
+parts compute them alike, from the same batch. The same holds for experts and their router.
 """
 
 from __future__ import annotations

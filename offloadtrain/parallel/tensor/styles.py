@@ -64,7 +64,8 @@ def shrink(module: nn.Module, name: str, dim: int, parts: int) -> None:
 
 
 def _slowest(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return the strides of memory in which a dimension varies slowest, but for that of experts."""
+    """Return strides for `sizes` where `dim` varies slowest. In tensors with more than two
+    dimensions the first one, that of experts, stays slowest."""
     first = [0] if len(sizes) > 2 and dim else []
     order = [*first, dim, *(axis for axis in range(len(sizes)) if axis not in (*first, dim))]
     stride, step = [0] * len(sizes), 1

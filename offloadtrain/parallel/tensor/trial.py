@@ -7,7 +7,7 @@ needs what a part does not have. A module that the plan does not name, that has 
 gets smaller inputs in the second copy, sees heads or hidden units of its part only: the gradients
 of its weights are its part's, nothing would sum them, and the parts would drift apart without a
 word. In the place of a divided layer stands one without weights: code that reads them elsewhere
-than in the layer's forward fails. So does code that writes into what a divided layer hands on.
+than in the layer's forward fails, and so does code that writes into what a divided layer hands on.
 Of layers that are alike a few are tried.
 """
 
@@ -77,7 +77,7 @@ def problem_of(
     """Return why the model's code cannot run in parts; "": it can.
 
     Args:
-        linears: path of what is divided → (inputs, outputs) of the whole, and those of a part.
+        linears: path of a divided layer → (inputs, outputs) of the whole, and those of a part.
         tensors: parameter of a module that runs over its parts → the divided dimension.
         summed: modules whose gradients are summed over the parts.
     """
@@ -85,7 +85,7 @@ def problem_of(
     if isinstance(full, str):
         if not isinstance(_tried(model, {}, {}, parts), str):
             return f"its code fails without the weights of linear layers ({full})"
-        # Depends on values, which none are here: only what is not there can be judged.
+        # It depends on values, and tensors have none here: only missing attributes can be judged.
         inside = _with_weights(model, [*linears, *summed], tensors)
         unknown = [path for path in inside if path.startswith(_owners(linears))]
         return f"what '{unknown[0]}' gets cannot be tried ({full})" if unknown else ""

@@ -89,7 +89,9 @@ def is_timed_in_fp8(job: Config, machine: Machine) -> bool:
     """Return whether products of layers have the rate of FP8: it is known, and the casts are fused.
     Experts and adapters of models of transformers stay in 16 bits, which a trace does not tell."""
     in_16_bits = job.hf is not None and (job.hf.lora is not None or job.model.num_experts > 0)
-    in_fp8 = job.offload.fp8 != "off" and job.offload.compile_blocks and not in_16_bits
+    in_fp8 = (
+        job.offload.compute.fp8 != "off" and job.offload.compute.compile_blocks and not in_16_bits
+    )
     return in_fp8 and machine.fp8_tflops > 0 and not machine.on_cpu
 
 
@@ -197,7 +199,7 @@ class Costs:
                 times[first] += traced_seconds(traced.blocks[name], *where, KERNELS)
             return by_reading(self.spec.blocks, times)
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        compiled = self.placed.config.offload.compile_blocks
+        compiled = self.placed.config.offload.compute.compile_blocks
         kernels = kernels_of(model, compiled=compiled, fp8=in_fp8)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
@@ -235,7 +237,7 @@ class Costs:
             blocks = placed.traced.blocks.values()
             of_torch = sum(block.forward.launches + block.backward.launches for block in blocks)
         else:
-            kernels = kernels_of(config.model, compiled=config.offload.compile_blocks)
+            kernels = kernels_of(config.model, compiled=config.offload.compute.compile_blocks)
             forward, backward = launches(config.model, kernels)
             of_torch = placed.repeated * (forward + backward) + placed.recomputed * forward
         of_torch *= self.spec.config.grad_accum_steps
@@ -262,7 +264,11 @@ class Costs:
         offload = self.placed.config.offload
         if offload.activations.mode != "selective":
             return 1.0
-        return 1.0 - (offload.activations.compiled_budget or 0.0) if offload.compile_blocks else 0.0
+        return (
+            1.0 - (offload.activations.compiled_budget or 0.0)
+            if offload.compute.compile_blocks
+            else 0.0
+        )
 
     @property
     def recomputed_flops(self) -> float:
@@ -271,7 +277,7 @@ class Costs:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         offload = self.placed.config.offload
-        as_a_whole = offload.compile_blocks and offload.activations.mode != "selective"
+        as_a_whole = offload.compute.compile_blocks and offload.activations.mode != "selective"
         of_layer = block_flops_per_token if as_a_whole else again_flops_per_token
         parts_flops = self.parts.flops_again
         layer = self._share_again * of_layer(model, seq_len) / self.parts.count + parts_flops

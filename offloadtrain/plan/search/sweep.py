@@ -142,7 +142,7 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         stage=stage,
         offload=False,
         recompute=job.offload.activations.recomputes,
-        kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
+        kernels=kernels_of(job.model, compiled=job.offload.compute.compile_blocks),
     )
     tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
     rate = tokens / step_times(run, machine, IDEAL).step
@@ -166,7 +166,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         micro_batches=micro_batches,
         stages=gpus,
         recompute=job.offload.activations.recomputes,
-        kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
+        kernels=kernels_of(job.model, compiled=job.offload.compute.compile_blocks),
     )
     estimate = pipeline_row(schedule, pipe, machine)
     needed = estimate.weights_bytes + estimate.state_bytes + estimate.activation_bytes

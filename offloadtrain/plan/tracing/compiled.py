@@ -90,11 +90,11 @@ def saved_share(
         try:
             with operations_of_device(on_cpu=on_cpu):
                 eager = _saved_by_eager(layer, args, kwargs)
-            if config.fp8 != "off" and find_spec("torchao") is not None:
+            if config.compute.fp8 != "off" and find_spec("torchao") is not None:
                 device = torch.device("cpu" if on_cpu else "meta")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torchao's imports warn of torch
-                    Float8Layers(copied, config.fp8, device, is_compiled=True)
+                    Float8Layers(copied, config.compute.fp8, device, is_compiled=True)
             with _graphs_of_device(on_cpu=on_cpu), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's compiler warns of torch
                 return _saved_by_compiled(layer, args, kwargs, budget, mode) / max(eager, 1)

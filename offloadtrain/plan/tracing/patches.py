@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -138,14 +139,18 @@ _LINK = "_lru_list_elem"
 
 def empty_caches_of(mode: FakeTensorMode) -> None:
     """Empty every cache of a function that holds a fake tensor of this mode."""
+    # Modules have what they import from others: a trace would spend most of its time on objects
+    # that it has looked at. They are kept, as an object that is gone leaves its number to others.
+    visited: dict[int, Any] = {}
     # A copy: reading attributes of a module may import other modules.
     for module in list(sys.modules.values()):
         for value in list(getattr(module, "__dict__", {}).values()):
+            if id(value) in visited:
+                continue
+            visited[id(value)] = value
             # `type(value)` and not `__class__`, which may run code of a foreign object.
             methods = list(vars(value).values()) if issubclass(type(value), type) else []
-            for cache in (
-                cache for candidate in (value, *methods) for cache in _caches_of(candidate)
-            ):
+            for cache in itertools.chain.from_iterable(map(_caches_of, (value, *methods))):
                 if any(
                     type(item) is FakeTensor and item.fake_mode is mode
                     for item in _contents_of(cache)
@@ -153,20 +158,23 @@ def empty_caches_of(mode: FakeTensorMode) -> None:
                     cache.cache_clear()
 
 
-def _caches_of(value: Any) -> Iterator[Any]:
-    """Yield the caches that a function is or calls: those that it closes over."""
+def _caches_of(value: Any) -> Sequence[Any]:
+    """Return the caches that a function is or calls: those that it closes over."""
     if type(value) in (staticmethod, classmethod):
         value = value.__func__
     if type(value) is functools._lru_cache_wrapper:
-        yield value
-    elif type(value) is FunctionType:
-        for cell in value.__closure__ or ():
-            try:
-                closed = cell.cell_contents
-            except ValueError:  # not set yet
-                continue
-            if type(closed) is functools._lru_cache_wrapper:
-                yield closed
+        return [value]
+    if type(value) is not FunctionType:
+        return ()
+    caches = []
+    for cell in value.__closure__ or ():
+        try:
+            closed = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if type(closed) is functools._lru_cache_wrapper:
+            caches.append(closed)
+    return caches
 
 
 def _contents_of(cache: Any) -> Iterator[Any]:

@@ -66,6 +66,8 @@ class Tracer:
         self._loss_of = loss_of
         self._micro_batch = micro_batch
         self._traces: dict[tuple[object, ...], TracedStep] = {}
+        self._refused: dict[tuple[object, ...], str] = {}
+        """Message of each microbatch that cannot be traced: a search asks for it many times."""
         self._shares: dict[tuple[object, ...], float] = {}
 
     def __call__(self, config: Config) -> TracedStep:
@@ -96,10 +98,16 @@ class Tracer:
 
     def _traced(self, config: Config, size: int) -> TracedStep:
         key = size, config.data.seq_len, config.makes_logits, traced_options(config.offload)
+        if key in self._refused:
+            raise PlanError(self._refused[key])
         if key not in self._traces:
-            self._traces[key] = self._new(
-                replace(config, train=replace(config.train, micro_batch=size))
-            )
+            sized = replace(config, train=replace(config.train, micro_batch=size))
+            try:
+                self._traces[key] = self._new(sized)
+            except PlanError as error:
+                # The text alone: the traceback holds the tensors of the trace.
+                self._refused[key] = str(error)
+                raise
         return self._traces[key]
 
     def _new(self, config: Config) -> TracedStep:
@@ -128,7 +136,7 @@ class Tracer:
 def _are_partitioned(config: Config) -> bool:
     """The compiler decides what layers save."""
     asks_compiler = config.offload.activations.mode in ("selective", "keep")
-    return config.offload.compile_blocks and asks_compiler
+    return config.offload.compute.compile_blocks and asks_compiler
 
 
 def _budget(offload: OffloadConfig) -> float:
@@ -143,7 +151,7 @@ def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
         activation="selective",
         activation_budget=_budget(offload),
         compile_blocks=True,
-        fp8=offload.fp8,
+        fp8=offload.compute.fp8,
         cast_inputs=offload.activations.cast_inputs,
     )
 

@@ -236,7 +236,7 @@ def read_master(
         active_backend().read_master(packed, target)
         return
     fields = format.fields(moments)
-    # In pieces: codecs decode moments beside them.
+    # In pieces: codecs decode moments into memory of the same size.
     for lo, hi in pieces(target.numel()):
         target[lo:hi] = codec_of(format).load(cut(fields, state, lo, hi))[0]
 
@@ -517,7 +517,8 @@ def _check_squares(layout: Layout, flat: Tensor, squares: Tensor) -> None:
 
 
 def _check_matrices(state: State, layout: Layout, operands: dict[str, Tensor]) -> None:
-    """The last operand is bf16; it may begin where the other one does."""
+    """Check the operands of a kernel for matrices. The last one holds the bf16 matrices that are
+    orthogonalized, and may begin where another one, the gradient, does."""
     if not isinstance(state, Fp32State | Split16State):
         raise TypeError(f"state must be Fp32State or Split16State, not {type(state).__name__}")
     *rest, (last, bf16) = operands.items()

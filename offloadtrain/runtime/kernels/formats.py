@@ -1,6 +1,6 @@
 """Every state format in plain torch: fields to fp32 values and back, and any update rule over them.
 
-The three shipped formats have fast kernels for the shipped rules beside this. A format of a
+The three shipped formats have fast kernels for the shipped rules as well. A format of a
 program's own is one object, a `StateCodec`, and everything else follows from what that declares
 (docs/extending.md).
 """

@@ -175,7 +175,7 @@ class Native:
 
 
 def _addresses(state: State) -> tuple[int, ...]:
-    """In the order of the native structs, which have two moments: 0 for what is not there."""
+    """In the order of the native structs, which have two moments: 0 for one that a rule lacks."""
     addresses = [tensor.data_ptr() for tensor in state]
     if isinstance(state, Int8State) and len(addresses) < 6:
         addresses[len(addresses) // 2 + 1 : len(addresses) // 2 + 1] = [0] * (

@@ -219,7 +219,7 @@ class Lanes(ABC):
         """Start later launches on `lane` after `event`; `str(why)` is the reason."""
 
     def follow_caller(self) -> None:  # noqa: B027
-        """Order what is launched on the lane of writes from now on after the device's operations
+        """Order later launches on the lane of writes after the device's operations
         that the caller's code has launched. On a CPU these are done already."""
 
     @abstractmethod
@@ -240,7 +240,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """After a failure of the device: what is launched and has not begun will never run. Returns
+        """After a failure of the device: launched operations that have not begun never run. Returns
         when the host lane is at rest, and does not touch the device."""
 
     def start_timeline(self) -> None:
@@ -254,7 +254,7 @@ class Lanes(ABC):
     def end_timeline(self) -> Timeline:
         """End the sampling. Nothing waits: operations that were launched by now still belong to the
         timeline, compute's later ones and its later waits do not."""
-        # What is launched later is not recorded.
+        # Later launches are not recorded.
         for lane in Lane:
             self._run_in_order(lane, partial(self._end_sampling, lane))
         ends = [self.record(lane) for lane in Lane]

@@ -130,7 +130,7 @@ class CudaLanes(QueuedLanes):
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         event = StreamEvent.own(event)
         worker = self._workers.get(lane)
-        # A lane with a thread waits there: what is after the wait in its queue is held back, and
+        # A lane with a thread waits there: later tasks of its queue are held back, and
         # this thread goes on launching.
         if lane in self._queues:
             self._queue_waits(self._queues[lane], event)
@@ -234,7 +234,7 @@ class CudaLanes(QueuedLanes):
         elif worker is None:
             self._on_stream(lane, task)
         else:
-            # In the queue: after the lane's earlier work, in front of what is launched later.
+            # In the queue: after the lane's earlier work, before later launches.
             self._put(lane, worker, partial(self._on_stream, lane, task))
 
     def _begin_sampling(self) -> None:
@@ -285,7 +285,7 @@ class CudaLanes(QueuedLanes):
         # A name for torch's profiler takes as long as a launch: only where one looks.
         named = torch.profiler.record_function(name) if _profiled() else nullcontext()
         with named, nullcontext() if lane is Lane.COMPUTE else torch.cuda.stream(stream):
-            if not self._times.times(lane, name):
+            if not self._times.should_time(lane, name):
                 fn(*operands)
                 return
             start = self._timing_event(lane)

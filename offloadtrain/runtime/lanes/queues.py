@@ -219,7 +219,7 @@ class NativeQueue:
         self._queue = native.make_queue()
         self._failure = failure
         self._synchronize_event = synchronize_event
-        # Not a base class: what is queued must not keep this object alive.
+        # Not a base class: queued tasks must not keep this object alive.
         self._counted = _Counted(Lane.HOST)
         self._launched = 0
         self._in_use: deque[tuple[int, object]] = deque()
@@ -244,7 +244,7 @@ class NativeQueue:
         else:
             # The calls hold addresses only: the operands keep their memory alive.
             objects = (calls, fn, operands)
-            self._push(lambda: self._queue.call(calls, name, 0.0, least_s), objects)
+            self._push(lambda: self._queue.call(calls, name, least_s), objects)
 
     def set(self, flag: Flag) -> None:
         self._push(lambda: self._queue.set(flag), flag)

@@ -101,7 +101,7 @@ class UsualTimes:
         self._means: dict[tuple[Lane, str], _Mean] = {}
 
     def begin_sample(self) -> None:
-        """What is timed from here on replaces what was timed before."""
+        """Times from here on replace earlier ones."""
         self._sample += 1
 
     def timed(self, lane: Lane, name: str, ms: float) -> None:
@@ -152,9 +152,9 @@ class StreamTimes:
         """Lane → True while its intervals are recorded. Each lane ends it on its own thread."""
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
-    def times(self, lane: Lane, name: str) -> bool:
-        """Tell whether an operation that is about to run should be timed: `ran` follows. Otherwise
-        its usual time is counted."""
+    def should_time(self, lane: Lane, name: str) -> bool:
+        """Tell whether an operation that is about to run should be timed: then the caller calls
+        `ran` after it. Otherwise its usual time is counted."""
         if self._samples[lane]:
             return True
         # Compute's operations inside a span are in the span's time.

@@ -75,7 +75,7 @@ class ThreadLanes(QueuedLanes, ClockedLanes):
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         flag = _Flag.own(event)
         # A wait of compute blocks this thread. Another lane's wait is a task in its queue: it holds
-        # back what is after it, while this thread goes on launching.
+        # back later tasks, while this thread goes on launching.
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
         else:

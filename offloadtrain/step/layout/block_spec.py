@@ -27,7 +27,7 @@ def placed(sizes: Sequence[int], ranks: int = 1) -> tuple[list[int], int]:
     """Lay out parameters of these sizes so that each lies in the shard of one rank.
 
     The largest parameters come first, each to the rank that has least: shards as even as that makes
-    them. What is left of a shard is padding.
+    them. The rest of a shard is padding.
 
     Returns:
         The offset of each, and the elements of the bucket.
@@ -63,8 +63,8 @@ class MatrixSpec(NamedTuple):
 
     @property
     def workspace_numel(self) -> int:
-        """Elements that its orthogonalization needs beside it: its product with a polynomial of its
-        Gram matrix, and both of these."""
+        """Elements that its orthogonalization needs in addition: its Gram matrix, a polynomial of
+        that, and its product with this one."""
         return self.numel + 2 * min(self.rows, self.columns) ** 2
 
 

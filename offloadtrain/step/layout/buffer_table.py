@@ -51,7 +51,7 @@ def buffer_table(spec: StepSpec) -> BufferTable:
 
 
 def host_rows(spec: StepSpec) -> Iterator[Row]:
-    """Yield state, frozen weights, slots for what is on the disk, and host staging."""
+    """Yield state, frozen weights, the slots of buffers on the disk, and host staging."""
     yield from _state_rows(spec, Tier.HOST)
     for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
         if spec.weight_tier(bucket) is Tier.HOST:
@@ -164,11 +164,11 @@ def second_copy_bytes(spec: StepSpec, bucket: BucketSpec) -> int:
     return with_copy - without_copy
 
 
-# The disk, and the slots of the host for what is there.
+# The disk, and the slots of the host for its buffers.
 
 
 def disk_rows(spec: StepSpec) -> Iterator[Row]:
-    """Yield what is on the disk, bucket by bucket: state, gradient, weights."""
+    """Yield the buffers on the disk, bucket by bucket: state, gradient, weights."""
     for bucket in (bucket for block in spec.blocks for bucket in block.all_buckets):
         if bucket.is_on_disk and spec.is_trained(bucket):
             for number, row in enumerate(_fields(bucket, Tier.DISK)):
@@ -182,7 +182,7 @@ def disk_rows(spec: StepSpec) -> Iterator[Row]:
 
 
 def _disk_slots(spec: StepSpec) -> Iterator[Row]:
-    """Yield the host slots for what is on the disk, each of the size of the largest bucket's: for
+    """Yield the host slots of buffers on the disk, each of the size of the largest bucket's: for
     state, gradients, weights on their way to the device, and new ones on their way back."""
     buckets = [bucket for block in spec.blocks for bucket in block.all_buckets]
     on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]

@@ -180,7 +180,7 @@ class BufferTable:
 
     Attributes:
         rows: in the order of allocation.
-        pools: kind → buffers of which the table knows no sizes.
+        pools: kind → buffers whose sizes only a forward shows.
         sources: streamed bucket → the buffers that its loads read, one per version of the weights.
         staging: trained bucket → the kind of the memory that its new weights are written to.
         weight_route: trained bucket → the way of its new weights from there.

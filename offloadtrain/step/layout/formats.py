@@ -33,7 +33,7 @@ class Field:
     """One tensor of a parameter's state.
 
     Attributes:
-        name: of a moment's field, what is appended to the moment's name.
+        name: for a moment's field, the suffix of the moment's name.
         dtype: by torch's name; None: that of the working weights.
         per: elements of the parameter that one value stands for: 1; `SCALE_BLOCK` for a scale; 2
             for two codes in a byte. A divisor of `SCALE_BLOCK`, on which parameters and shards

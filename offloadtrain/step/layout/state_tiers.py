@@ -139,8 +139,8 @@ def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
 
 
 def filled(spec: StepSpec, limit: int, device_bytes: DeviceBytes) -> StepSpec:
-    """Put as many buckets on the device as the limit holds beside all else; none if not even that
-    fits."""
+    """Put as many buckets on the device as the limit holds, all other buffers included; none if
+    these alone do not fit."""
     counts = range(1, len(candidates(spec)) + 1)
     # Every further bucket takes more memory of the device.
     count = bisect_right(counts, limit, key=lambda n: device_bytes(first_on_device(spec, n)))

@@ -198,7 +198,7 @@ class StepSpec:
 
     @property
     def accumulates(self) -> bool:
-        """Microbatches are summed beside the state."""
+        """True if the sum of microbatches has memory of its own, next to the state."""
         return self.config.grad_accum_steps > 1
 
     def sums_on_device(self, bucket: BucketSpec) -> bool:
@@ -347,7 +347,7 @@ class StepSpec:
         return Tier.HOST if on_host else tier
 
     def loads_in_turn(self, bucket: BucketSpec) -> bool:
-        """True for a streamed bucket of which two versions are kept, which loads read in turn."""
+        """True for a streamed bucket with two versions of its weights, which loads read in turn."""
         return self.weight_versions > 1 and self.is_streamed(bucket) and self.is_trained(bucket)
 
     def weight_files(self, bucket: BucketSpec) -> int:

@@ -19,7 +19,7 @@ forward.
 
 The file always contains what the slot contained when its last write was launched, so a slot can be
 taken away at any time. Code that touches the state between steps, outside the lanes, reads and
-writes the file, and the slots are forgotten. So are the checksums of what was written: see [Note:
+writes the file, and the slots and the checksums of written data are forgotten: see [Note:
 Checksums of the scratch file] in `runtime/disk_arena.py`.
 """
 
@@ -97,7 +97,7 @@ class SavePath:
         self._frozen = [bucket for bucket in buckets.values() if not spec.is_trained(bucket.spec)]
 
     def save(self) -> None:
-        """Launch the writes of everything, and the copies of what is written from the spill."""
+        """Launch the writes of everything, and the copies into the spill that some of them read."""
         for bucket in self._trained:
             if bucket.state_files:
                 self._disk.read(bucket)
@@ -131,13 +131,13 @@ class SavePath:
         for bucket in self._trained:
             if bucket.state_files:
                 self._disk.read(bucket)
-            # On the host after the updates of all buckets, whose lane it is, and beside the next
-            # forward. From the device beside its next steps: the bucket's next update waits for it.
+            # State on the host: on the lane of the updates, after all of them, during the next
+            # forward. State on the device: during its next steps; the bucket's next update waits.
             lane = Lane.HOST if bucket.lane is Lane.HOST else Lane.WRITE
             self._order.launch(Launch(Kind.AVERAGE, lane, bucket.name, bucket.state()))
 
     def _write_checkpoint(self, owner: str, parts: _Parts) -> None:
-        # Beside forward and backward of the next steps: it waits for the last update of what it
+        # write, during forward and backward of the next steps: waits for the last update of what it
         # reads, or for its copy; the next update waits for it.
         written, reads = tuple(part for part, _ in parts), tuple(ref for _, ref in parts)
         if parts:

@@ -104,7 +104,7 @@ class Kind(StrEnum):
     MATRIX_DOWN = "matrix down"
     """ortho: an orthogonalized matrix back to the host."""
     ADAM = "adam"
-    """host, update: the update of a bucket; of matrices, what is left of it."""
+    """host, update: the update of a bucket; for matrices, its last part."""
     CAST = "cast"
     """host, update: masters that were set, to the working dtype."""
     WEIGHTS_UP = "h2d"
@@ -431,7 +431,7 @@ class Dependencies:
         self.operations: Operations = []
         """The operations since the last `take`."""
         self._known = {lane: [0] * len(Lane) for lane in Lane}
-        """Lane → its clock: what is done when its next operation starts."""
+        """Lane → its clock: the operations of each lane that are done when its next one starts."""
         self._thread_clock = [0] * len(Lane)
         """The clock of the launching thread."""
         self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
@@ -568,7 +568,7 @@ class Dependencies:
     def _wait_for(
         self, lane: Lane, reads: Iterable[_Use], writes: Iterable[_Use], who: Launch | str
     ) -> None:
-        """Wait for the last write of what is read, and for every use of what is written."""
+        """Wait for the last write of each read, and for every earlier use of each write."""
         known = self._known[lane]
         before: list[tuple[Event, str, str]] = []
         for use in reads:

@@ -292,7 +292,7 @@ def prefetches(
     one that is needed sooner: its load would delay that one's.
     """
     loaded, moves = set(resident), list[tuple[int, int | None]]()
-    for block in dict.fromkeys(future):
+    for block in future:
         if block in loaded:
             continue
         leaving = None

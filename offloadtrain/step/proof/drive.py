@@ -122,7 +122,8 @@ def unread_in_backward(spec: StepSpec) -> frozenset[Reading]:
 
 
 class Inputs:
-    """What is moved to the host of repeated blocks until their backward needs it."""
+    """The inputs, or all saved tensors, of repeated blocks that are moved to the host until their
+    backward needs them. Nothing is launched for a reading that moves nothing."""
 
     def __init__(self, program: Program, nbytes: int, numbers: Iterator[int] | None = None) -> None:
         """`numbers`: names of inputs that no other one has; None: from 0."""
@@ -139,17 +140,20 @@ class Inputs:
         }
 
     def save(self, reading: Reading) -> Operations:
+        """The forward of a reading begins."""
         if not (self._nbytes and reading in self._moved):
             return []
         self._saved[reading] = next(self._numbers)
         return self._program.activation_saved(self._saved[reading], self._nbytes, "uint8")
 
     def need(self, reading: Reading) -> Operations:
+        """Its backward is about to run."""
         return (
             self._program.activation_needed(self._saved[reading]) if reading in self._saved else []
         )
 
     def drop(self, reading: Reading) -> Operations:
+        """Its graph was freed."""
         if reading not in self._saved:
             return []
         return self._program.activation_dropped(self._saved.pop(reading))

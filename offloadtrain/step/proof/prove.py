@@ -209,6 +209,7 @@ def _proof(program: Iterable[Entry], page_bits: int = _PAGE_BITS) -> _Proof:
 
 
 def _before(access: _Access, clock: Clock) -> bool:
+    """Tell whether an access has ended when an operation with this clock starts."""
     return not access.open and clock[access.lane] >= access.time
 
 

@@ -17,9 +17,11 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.hardware.machine import find
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.plan_model import ModelPlan, plan_model
 from offloadtrain.plan.times import compute_seconds
+from offloadtrain.plan.tracing import meter, step
 from offloadtrain.plan.tracing.step import TraceError
 from offloadtrain.plan.tracing.tracer import Tracer
 from tests.plan.test_memory import GPT, job
@@ -84,7 +86,8 @@ def test_policies_within_five_percent(name: str, policy: str) -> None:
 
 @of_groups
 @pytest.mark.parametrize(
-    "policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow), "offload"]
+    "policy",
+    ["keep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recompute", "offload"))],
 )
 def test_experts_in_fp32_within_five_percent(policy: str) -> None:
     """Of transformers, with all experts as one grouped product."""
@@ -223,12 +226,32 @@ def test_the_model_stays_as_it_is() -> None:
         (Net(), torch.ones(8, 32), "give loss="),
         (Net(), {}, "the batch holds no tensor"),
         (Net(), torch.ones(8, 31), "cannot be traced in .*; torch says: "),
-        (Net(loops=10**9), torch.ones(8, 32), "runs more than 2,048 operations"),
+        (Net(loops=10**9), torch.ones(8, 32), "runs more than 64 operations"),
     ],
 )
-def test_what_cannot_be_planned_is_said(model: nn.Module, batch: Any, message: str) -> None:
+def test_what_cannot_be_planned_is_said(
+    model: nn.Module, batch: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (meter, step):
+        monkeypatch.setattr(module, "MOST_OPERATIONS", 64)
     with pytest.raises(TraceError, match=message):
         plan_model(model, batch, machine="cpu2")
+
+
+def test_a_microbatch_that_the_model_refuses_is_traced_once() -> None:
+    """A search asks for it again with each combination of options that a trace does not know."""
+    config, forwards = job(GPT, offload__precision="fp32", train__micro_batch=1), []
+
+    def loss_of(model: nn.Module, config: Config) -> Tensor:
+        forwards.append(config)
+        loss: Tensor = model(torch.empty(config.train.micro_batch, 32)).sum()
+        return loss
+
+    trace = Tracer(Net(), loss_of, 8, on_cpu=True)
+    for state in ("fp32", "int8"):
+        with pytest.raises(PlanError, match="a microbatch of 1 cannot be traced: Expected more"):
+            trace(replace(config, offload=config.offload.replace(state=state)))
+    assert len(forwards) == 1
 
 
 @pytest.mark.slow

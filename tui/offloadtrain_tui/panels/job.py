@@ -20,7 +20,7 @@ from offloadtrain_tui.widgets.table import tell
 
 _SIZES = ("memory.", "activations.")
 """Tables of the plan, in bytes."""
-_TIMES = ("step.seconds", "step.busy_s.", "step.exposed_s.")
+_TIMES = ("step.seconds", "step.busy_s.", "step.exposed_s.", "step.sent.")
 """Of the plan, in seconds."""
 
 

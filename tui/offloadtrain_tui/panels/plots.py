@@ -107,7 +107,7 @@ def _moved(lane: str, view: View) -> str:
 
 def calibrated(view: View) -> dict[str, float]:
     """Return lane → GB/s of a copy alone on the bus, measured at the run's start."""
-    rates = view.start.plan.get("calibrated_gbps") if view.start else None
+    rates = view.plan.get("calibrated_gbps")
     if not isinstance(rates, dict):
         return {}
     return {lane: rate for lane, rate in rates.items() if isinstance(rate, float) and rate > 0}
@@ -115,8 +115,7 @@ def calibrated(view: View) -> dict[str, float]:
 
 def _adam(view: View) -> str:
     """Describe the updates' memory traffic over the busy time of the host lane."""
-    plan = view.start.plan if view.start else {}
-    moved, rule = plan.get("adam_bytes_per_step"), plan.get("update_rule", "Adam")
+    moved, rule = view.plan.get("adam_bytes_per_step"), view.plan.get("update_rule", "Adam")
     busy_ms = view.busy_ms("host")
     if not isinstance(moved, int) or not busy_ms:
         return ""

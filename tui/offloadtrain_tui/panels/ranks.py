@@ -83,7 +83,7 @@ def of_plan(view: View, key: str, most: int) -> str:
             of every matrix, or "experts 0 to 3", or both; "group": "group 1 of 2", the ranks that
             share a copy of the state.
     """
-    share = view.start.plan.get(key) if view.start else None
+    share = view.plan.get(key)
     return clean(share, most) if isinstance(share, str) else ""
 
 

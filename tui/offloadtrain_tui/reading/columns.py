@@ -1,11 +1,10 @@
 """Columns that only grow: numbers over steps with minimum and maximum of any range, and values that
 know from when each is valid.
 
-[Note: Pyramids]
-A chart needs the minimum and the maximum of each of its pixel columns at any zoom. Level k of a
-pyramid stores these for every 16^k values, computed on first use, so that a chart of 100,000 steps
-reads some hundred numbers. Columns only grow: a length is an immutable view while a reader thread
-appends.
+[Note: Stretches]
+A chart needs the minimum and the maximum of each of its pixel columns at any zoom. A column stores
+these for every 64 values, computed on first use, so that a chart of 100,000 steps reads some
+thousand numbers. Columns only grow: a length is an immutable view while a reader thread appends.
 
 [Note: Thinning]
 A week has 300,000 samples of a rank's memory, one per 2 s. Beyond MOST rows every two neighbors
@@ -23,14 +22,14 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Any, Generic, TypeVar
 
 from offloadtrain.events import log_lines, schema
 from offloadtrain.events.schema import MEMORY_QUANTITIES
 from offloadtrain.events.waits import Wait, exposed_by_lane, waits_of
 
-FACTOR = 16
+STRETCH = 64
 _GRAINS = 32
 
 Extent = tuple[float, float]
@@ -42,11 +41,11 @@ NOTHING: Extent = (math.inf, -math.inf)
 class Series:
     """A column of one number per step; NaN if missing."""
 
-    __slots__ = ("_levels", "values")
+    __slots__ = ("_highs", "_lows", "values")
 
     def __init__(self) -> None:
         self.values = array("d")
-        self._levels: list[tuple[array[float], array[float]]] = []
+        self._lows, self._highs = array("d"), array("d")
 
     def __len__(self) -> int:
         return len(self.values)
@@ -74,42 +73,24 @@ class Series:
 
     def extent(self, lo: int, hi: int) -> Extent:
         """Return minimum and maximum of values [lo, hi)."""
-        return self._extent(0, lo, hi)
-
-    def _extent(self, level: int, lo: int, hi: int) -> Extent:
-        """Return minimum and maximum of entries [lo, hi) of a level, using the next level for the
-        middle."""
-        if hi - lo <= 2 * FACTOR:
-            return self._least_greatest(level, lo, hi)
-        first, last = -(-lo // FACTOR), hi // FACTOR
-        parts = [self._extent(level + 1, first, last)]
-        if lo < first * FACTOR:
-            parts.append(self._least_greatest(level, lo, first * FACTOR))
-        if last * FACTOR < hi:
-            parts.append(self._least_greatest(level, last * FACTOR, hi))
-        return min(low for low, _ in parts), max(high for _, high in parts)
-
-    def _least_greatest(self, level: int, lo: int, hi: int) -> Extent:
-        if lo >= hi:
-            return NOTHING
-        if level:
-            self._grow(level, hi - 1)
-            lows, highs = self._levels[level - 1]
-            return min(lows[lo:hi]), max(highs[lo:hi])
-        values: Sequence[float] = self.values[lo:hi]
-        if not math.isfinite(sum(values)):  # one of them is not, or they are very large
-            values = [value for value in values if math.isfinite(value)]
-        return (min(values), max(values)) if values else NOTHING
-
-    def _grow(self, level: int, index: int) -> None:
-        while len(self._levels) < level:
-            self._levels.append((array("d"), array("d")))
-        lows, highs = self._levels[level - 1]
-        while len(lows) <= index:
-            begin = len(lows) * FACTOR
-            low, high = self._least_greatest(level - 1, begin, begin + FACTOR)
+        first, last = -(-lo // STRETCH), hi // STRETCH
+        if first >= last:
+            return _least_greatest(self.values[lo:hi])
+        lows, highs = self._lows, self._highs
+        for begin in range(len(lows) * STRETCH, last * STRETCH, STRETCH):
+            low, high = _least_greatest(self.values[begin : begin + STRETCH])
             lows.append(low)
             highs.append(high)
+        before = _least_greatest(self.values[lo : first * STRETCH])
+        after = _least_greatest(self.values[last * STRETCH : hi])
+        least = min(before[0], min(lows[first:last]), after[0])
+        return least, max(before[1], max(highs[first:last]), after[1])
+
+
+def _least_greatest(values: Sequence[float]) -> Extent:
+    if not math.isfinite(sum(values)):  # one of them is not, or they are very large
+        values = [value for value in values if math.isfinite(value)]
+    return (min(values), max(values)) if values else NOTHING
 
 
 class Measured(Series):
@@ -299,6 +280,7 @@ def pack(lines: list[bytes]) -> bytes:
     return zlib.compress(b"\n".join(lines), 1)
 
 
+@lru_cache(maxsize=4)  # a screen asks for the lines of one block many times
 def unpack(packed: bytes) -> list[bytes]:
     return zlib.decompress(packed).split(b"\n")
 
@@ -328,31 +310,31 @@ class Spans(tuple[schema.LaneSpan, ...]):
         return exposed_by_lane(self)
 
 
-class Timelines:
-    """Step → its spans. One thread adds, another one reads. Lines of the newest step are stored as
-    they are, those of older steps are compressed."""
+class Timelines(Timed[int]):
+    """The sampled steps, and the spans of each. One thread adds, another one reads. Lines of the
+    newest step are stored as they are, those of older steps are compressed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines: OrderedDict[int, list[bytes] | bytes] = OrderedDict()
-        self._newest: int | None = None
         self._open: list[bytes] = []
         self._shown: list[bytes] | bytes = []
         self._count = 0
         self._spans = Spans()
 
-    def add(self, step: int, line: bytes) -> bool:
-        """Add a line of the log; return whether it is the first of its step."""
-        if step == self._newest:
+    def add_line(self, time_s: float, step: int, line: bytes) -> None:
+        """Add a line of the log, with the time of the record."""
+        newest = next(reversed(self._lines), None)
+        if step == newest:
             self._open.append(line)
-            return False
-        if self._newest is not None:
-            self._lines[self._newest] = pack(self._open)
-        self._newest, self._open = step, [line]
-        self._lines[step] = self._open  # a resumed run may sample the same step again
+            return
+        if newest is not None:
+            self._lines[newest] = pack(self._open)
+        self._open = self._lines[step] = [line]  # a resumed run may sample the same step again
         self._lines.move_to_end(step)
         while len(self._lines) > SAMPLED_STEPS:
             self._lines.popitem(last=False)
-        return True
+        self.add(time_s, step)
 
     def of(self, step: int) -> Spans | None:
         """Return the timeline of a sampled step; None if it was not sampled, or is too old."""

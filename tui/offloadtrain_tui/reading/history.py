@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any, TypeVar
 
@@ -253,10 +254,7 @@ class History:
         self.systems = TimedLines()
         """Samples of the machine, which are read only for display."""
         self.gpu = GpuHistory()
-        self.sampled = Timed[int]()
-        """Step numbers whose lanes were sampled."""
         self.timelines = Timelines()
-        self._shown_system: tuple[int, schema.System | None] = (0, None)
         self.last_time_s = 0.0
         self.unreadable = 0
         self._offset_s = 0.0
@@ -414,21 +412,19 @@ class History:
         self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
 
     def _span(self, step: int, time_s: float, line: bytes) -> None:
-        if self.timelines.add(step, line):
-            self.sampled.add(time_s, step)
+        self.timelines.add_line(time_s, step, line)
         self.last_time_s = max(self.last_time_s, time_s)
 
     def system(self, time_s: float) -> schema.System | None:
         """Return the newest sample of the machine at a time."""
         count = self.systems.count(time_s)
-        if not count:
-            return None
-        known, sample = self._shown_system
-        if count != known:
-            record = log_lines.from_line(self.systems[count - 1])
-            sample = record.event if record and isinstance(record.event, schema.System) else None
-            self._shown_system = (count, sample)
-        return sample
+        return _system(self.systems[count - 1]) if count else None
+
+
+@lru_cache(maxsize=16)  # each part of a screen asks for the same sample
+def _system(line: bytes) -> schema.System | None:
+    record = log_lines.from_line(line)
+    return record.event if record and isinstance(record.event, schema.System) else None
 
 
 def fold(lines: Iterable[bytes], rank: int = 0) -> History:

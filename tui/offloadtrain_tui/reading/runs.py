@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from offloadtrain.boundary.safe_open import open_descriptor, read_json, read_regular
+from offloadtrain.boundary.safe_open import open_regular, read_json, read_regular
 from offloadtrain.config import units
 from offloadtrain.events import set_up_file
 from offloadtrain.events.commands import resume_command
@@ -201,17 +201,10 @@ def _patience_s(view: View, least_s: float) -> float:
 
 def _is_locked(path: Path) -> bool:
     try:
-        fd = open_descriptor(path)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+        with open_regular(path) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

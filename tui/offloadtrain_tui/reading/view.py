@@ -62,6 +62,11 @@ class View:
         return self.newest(schema.RunStarted)
 
     @property
+    def plan(self) -> schema.Json:
+        """The plan that the newest start has logged; {} before it."""
+        return self.start.plan if self.start else {}
+
+    @property
     def on_cpu(self) -> bool:
         """True if the run uses no GPU."""
         return is_on_cpu(self.start)
@@ -110,10 +115,10 @@ class View:
     @property
     def spans(self) -> Spans:
         """The timeline of the newest sampled step."""
-        sampled = self.history.sampled
-        count = sampled.count(self.time_s)
-        for step in reversed(sampled.values[max(count - SAMPLED_STEPS, 0) : count]):
-            if (spans := self.history.timelines.of(step)) is not None:
+        timelines = self.history.timelines
+        count = timelines.count(self.time_s)
+        for step in reversed(timelines.values[max(count - SAMPLED_STEPS, 0) : count]):
+            if (spans := timelines.of(step)) is not None:
                 return spans
         return Spans()
 

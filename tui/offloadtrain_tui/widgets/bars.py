@@ -11,7 +11,7 @@ from textual.strip import Strip
 
 from offloadtrain.config import units
 from offloadtrain_tui.text import clean
-from offloadtrain_tui.widgets.drawn import CACHE, EIGHTHS, OTHERS, Drawn, owner_look
+from offloadtrain_tui.widgets.drawn import CACHE, EIGHTHS, OTHERS, Drawn
 
 FREE, PEAK = "·", "┃"
 _NARROW, _SHORT = 100, 30
@@ -148,7 +148,7 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         done = 0
         for part in tier.parts:
             done += part.nbytes
-            cells += [self._cell(part.color)] * (inner * done // capacity - len(cells))
+            cells += [self.owner(part.color)] * (inner * done // capacity - len(cells))
         for sign, size in ((CACHE, tier.cache), (OTHERS, tier.other), (FREE, capacity)):
             done = min(done + size, capacity)
             rest = inner * done // capacity - len(cells)
@@ -157,14 +157,10 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
             cells[min(inner * tier.peak // capacity, inner - 1)] = PEAK, self.style("error")
         return [Segment(text, style) for text, style in cells]
 
-    def _cell(self, number: int) -> tuple[str, Style]:
-        fill, color = owner_look(number)
-        return fill, self.style(color)
-
     def _legend_lines(self, tier: Tier, width: int) -> list[list[Segment]]:
         """Return sign and name of all that is in a bar, in as few lines as they need: of more lines
         than there is room for, the number of names that are left out."""
-        owned = [(*self._cell(part.color), part) for part in tier.parts]
+        owned = [(*self.owner(part.color), part) for part in tier.parts]
         dim = self.style("foreground", dim=True)
         rest = ((CACHE, "allocator's cache", tier.cache), (OTHERS, "others", tier.other))
         lines: list[list[Segment]] = []
@@ -236,7 +232,7 @@ class AreaChart(Drawn[Area]):
         if not any(self.content.columns):
             return [self.strip(self._title())]
         lines = [self._title(), *(self._row(y, rows, inner) for y in range(rows))]
-        return [self.strip(line) for line in (*lines, self._axis(inner))]
+        return [*map(self.strip, lines), self.axis(*self.content.axis, LABEL_WIDTH)]
 
     def _title(self) -> list[Segment]:
         area = self.content
@@ -287,11 +283,4 @@ class AreaChart(Drawn[Area]):
         if band >= count - 2:
             return (CACHE, OTHERS)[band - count + 2], self.style("foreground", dim=True)
         colors = self.content.colors
-        number = colors[band] if band < len(colors) else max(colors, default=-1) + 1
-        fill, color = owner_look(number)
-        return fill, self.style(color)
-
-    def _axis(self, inner: int) -> list[Segment]:
-        left, right = self.content.axis
-        text = " " * LABEL_WIDTH + f"{left}{right:>{max(inner - len(left), 1)}}"
-        return [Segment(text, self.style("foreground", dim=True))]
+        return self.owner(colors[band] if band < len(colors) else max(colors, default=-1) + 1)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from rich.segment import Segment
 from rich.style import Style
@@ -154,7 +156,7 @@ class Chart(Drawn[Plot]):
         for number in reversed(range(len(extents))):  # the first one on top
             canvas.draw(extents[number], low, high, number)
         body = self._body(canvas, labels)
-        return [self.strip(self._title()), *top, *body, self.strip(self._axis(inner))]
+        return [self.strip(self._title()), *top, *body, self.axis(*self.content.axis, self._gutter)]
 
     def _extents(self, what: str, columns: int) -> list[list[Extent]]:
         """Return the extents of each curve in so many columns; outlines are cached by `what`."""
@@ -194,9 +196,10 @@ class Chart(Drawn[Plot]):
         if plot.log:
             segments.append(Segment(" log", self.style("foreground", dim=True)))
         # Figures without room are left out whole, after a title that the others explain.
-        if _cells(segments) > self._width and len(plot.kind.fields) > 1 and not plot.kind.smoothed:
+        length = Segment.get_line_length
+        if length(segments) > self._width and len(plot.kind.fields) > 1 and not plot.kind.smoothed:
             del segments[0]
-        while _cells(segments) > self._width and len(segments) > 1:
+        while length(segments) > self._width and len(segments) > 1:
             segments.pop()
         return segments
 
@@ -257,11 +260,6 @@ class Chart(Drawn[Plot]):
         inside = window.lo <= position < window.hi
         return (position - window.lo) * inner // window.size if inside else None
 
-    def _axis(self, inner: int) -> list[Segment]:
-        left, right = self.content.axis
-        text = f"{left}{right:>{max(inner - len(left), 1)}}" if inner > 20 else right
-        return [Segment(" " * self._gutter + text[:inner], self.style("foreground", dim=True))]
-
 
 def _extents(curve: Curve, plot: Plot, outline: Outline, count: int) -> list[Extent]:
     if isinstance(curve.series, Smoothed):
@@ -270,10 +268,6 @@ def _extents(curve: Curve, plot: Plot, outline: Outline, count: int) -> list[Ext
     if curve.mirrored:
         extents = [(-high, -low) if low <= high else NOTHING for low, high in extents]
     return [logarithmic(extent) for extent in extents] if plot.log else extents
-
-
-def _cells(segments: Sequence[Segment]) -> int:
-    return sum(segment.cell_length for segment in segments)
 
 
 # ---- braille
@@ -333,13 +327,11 @@ class Canvas:
 
     def row(self, y: int) -> list[tuple[str, int | None]]:
         """Return runs of characters of one curve: (text, curve), None if nothing is drawn."""
-        runs: list[tuple[list[str], int]] = []
-        for dots, curve in zip(self._dots[y], self._curve[y], strict=True):
-            if runs and runs[-1][1] == curve:
-                runs[-1][0].append(_SIGNS[dots])
-            else:
-                runs.append(([_SIGNS[dots]], curve))
-        return [("".join(signs), None if curve == _NO_CURVE else curve) for signs, curve in runs]
+        cells = zip(self._curve[y], self._dots[y], strict=True)
+        return [
+            ("".join(_SIGNS[dots] for _, dots in run), None if curve == _NO_CURVE else curve)
+            for curve, run in groupby(cells, key=itemgetter(0))
+        ]
 
 
 _HALF = 0.5 + 1e-9

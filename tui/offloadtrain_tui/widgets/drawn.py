@@ -56,26 +56,6 @@ CACHE, OTHERS = "=", "-"
 PLAIN = Style.null()
 
 
-def owner_look(number: int) -> tuple[str, str]:
-    """Return fill character and color of an owner, by its number on the screen."""
-    return FILLS[number % len(FILLS)], OWNER_COLORS[number % len(OWNER_COLORS)]
-
-
-def strip_of(segments: Iterable[Segment], width: int, base: Style = PLAIN) -> Strip:
-    """Build a line of a widget, which ends in an ellipsis where it is cut. Every segment has a
-    style, as the NO_COLOR filter requires.
-
-    Args:
-        base: the widget's own colors; the theme's background may not be the terminal's.
-    """
-    styled = [Segment(text, base if style is None else base + style) for text, style, _ in segments]
-    strip = Strip(Segment.simplify(styled))
-    if strip.cell_length > width > 1 and strip.text[width - 1 :].strip():
-        shortened = list(strip.crop(0, width - 1))
-        strip = Strip([*shortened, Segment("…", shortened[-1].style)])
-    return strip.adjust_cell_length(width, base)
-
-
 @lru_cache(maxsize=256)
 def styled(color: str, bold: bool = False, dim: bool = False) -> Style:
     """Return a color of a theme's variables, "" for the terminal's own."""
@@ -106,7 +86,7 @@ class Drawn(Widget, Generic[Content]):
         self._drawn: object = None
         self._look: tuple[object, ...] = ()
         self._colors: dict[str, str] = {}
-        self._base = PLAIN
+        self._base = PLAIN  # the widget's: the theme's background may not be the terminal's
         self._width = self._height = 0  # of the drawn strips: `size` is computed on each call
 
     def draw(self, width: int, height: int) -> list[Strip]:
@@ -134,8 +114,30 @@ class Drawn(Widget, Generic[Content]):
         self.refresh()
 
     def strip(self, segments: Iterable[Segment]) -> Strip:
-        """Return a line of the widget."""
-        return strip_of(segments, self._width, self._base)
+        """Return a line of the widget, which ends in an ellipsis where it is cut. Every segment has
+        a style, as the NO_COLOR filter requires."""
+        width, base = self._width, self._base
+        styled = [
+            Segment(text, base if style is None else base + style) for text, style, _ in segments
+        ]
+        strip = Strip(Segment.simplify(styled))
+        if strip.cell_length > width > 1 and strip.text[width - 1 :].strip():
+            shortened = list(strip.crop(0, width - 1))
+            strip = Strip([*shortened, Segment("…", shortened[-1].style)])
+        return strip.adjust_cell_length(width, base)
+
+    def axis(self, first: str, last: str, gutter: int) -> Strip:
+        """Return the labels below both ends of a chart that begins after `gutter` columns."""
+        inner = max(self._width - gutter, 0)
+        text = f"{first}{last:>{max(inner - len(first), 1)}}" if inner > 20 else last
+        return self.strip(
+            [Segment(" " * gutter + text[:inner], self.style("foreground", dim=True))]
+        )
+
+    def owner(self, number: int) -> tuple[str, Style]:
+        """Return fill character and style of an owner of memory, by its number on the screen."""
+        color = OWNER_COLORS[number % len(OWNER_COLORS)]
+        return FILLS[number % len(FILLS)], self.style(color)
 
     def style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
         """Return a color of the theme as it is while the widget is drawn."""

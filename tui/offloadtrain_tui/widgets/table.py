@@ -19,7 +19,8 @@ def fill(table: DataTable[Text], columns: Sequence[str], rows: Sequence[Sequence
             table.add_column(column, key=column)
     while table.row_count > len(rows):
         table.remove_row(str(table.row_count - 1))
-    for number, row in enumerate(map(_texts, rows)):
+    for number, cells in enumerate(rows):
+        row = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
         if number >= table.row_count:
             table.add_row(*row, key=str(number))
             continue
@@ -29,10 +30,6 @@ def fill(table: DataTable[Text], columns: Sequence[str], rows: Sequence[Sequence
                 # A change of widths lays out the screen: columns only grow.
                 wider = cell.cell_len > shown.content_width
                 table.update_cell(str(number), shown.key, cell, update_width=wider)
-
-
-def _texts(row: Sequence[Cell]) -> list[Text]:
-    return [Text(cell) if isinstance(cell, str) else cell for cell in row]
 
 
 def tell(widget: Static, text: Text | str) -> None:

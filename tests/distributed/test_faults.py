@@ -49,10 +49,6 @@ WITHIN_S = 300.0
 """A bound of what hangs."""
 
 
-def environ(**more: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tui'}"} | more
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     write_text(tmp_path)
@@ -119,21 +115,32 @@ def test_the_other_rank_ends_and_reports_why(job: Path, point: str, victim: int)
     assert cause in last.message
 
 
-def by_torchrun(module: list[str], job: Path, run: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--max-restarts", "1", "-m", *module]
-    command += ["train", str(job), "--run-dir", str(run)]
-    done = subprocess.run(command, cwd=ROOT, env=environ(), capture_output=True, text=True)
+def by_torchrun(fault: tuple[str, str, str], job: Path, run: Path) -> None:
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
+    program = ["tests.distributed.faulty_job", *fault, "train", str(job), "--run-dir", str(run)]
+    done = subprocess.run(
+        [sys.executable, *command.split(), *program],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tui'}"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
+
+
+def by_launcher(fault: tuple[str, str, str], job: Path, run: Path) -> None:
+    started = Job.fork(job, run, "--nproc", "2", "--max-restarts", "1", fault=fault)
+    assert started.ended() == 0, started.text
 
 
 @pytest.mark.slow
 def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) -> None:
-    """The same bits as a job that nobody killed, whatever it was doing."""
-    by_torchrun(["offloadtrain"], job, tmp_path / "undisturbed")
-    for point in ("all-gather", "checkpoint"):
+    """The same bits as a job that nobody killed, whatever it was doing and whoever starts it."""
+    undisturbed = Job.fork(job, tmp_path / "undisturbed", "--nproc", "2")
+    assert undisturbed.ended() == 0, undisturbed.text
+    for point, start in (("all-gather", by_torchrun), ("checkpoint", by_launcher)):
         broken = tmp_path / point
-        by_torchrun(["tests.distributed.faulty_job", point, "6", "1"], job, broken)
+        start((point, "6", "1"), job, broken)
         steps = [event.step for event in events_of(broken, schema.Step)]
         again = steps.index(5, 5)  # after the fifth, for the second time
         assert steps[again:] == [5, 6, 7, 8, 9]
@@ -150,7 +157,7 @@ def test_a_rank_that_fails_in_the_first_step_leaves_no_run(job: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_killed_before_the_first_checkpoint_start_over(job: Path, tmp_path: Path) -> None:
-    by_torchrun(["tests.distributed.faulty_job", "backward", "1", "1"], job, tmp_path / "run")
+    by_launcher(("backward", "1", "1"), job, tmp_path / "run")
     steps = [event.step for event in events_of(tmp_path / "run", schema.Step)]
     assert steps == [1, *range(1, 10)]
 
@@ -169,7 +176,7 @@ def test_nproc_stops_on_request_and_continues(job: Path, tmp_path: Path) -> None
     )
     assert b"resolved.toml --nproc 2 --resume" in status.stdout, "as many ranks go on"
     last = stopped.step + 2
-    resumed = Job.start(job, run, "--resume", str(run), "--set", f"train.steps={last}")
+    resumed = Job.fork(job, run, "--resume", str(run), "--set", f"train.steps={last}")
     assert resumed.ended() == 0, resumed.text
     assert events_of(run, schema.Step)[-1].step == last
 
@@ -190,7 +197,7 @@ def test_nproc_listens_on_loopback_only(job: Path, tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_and_the_job_comes_back(job: Path, tmp_path: Path) -> None:
     least = ("--set", f"train.hang_timeout_s={HANG_S}")
     arguments = ("--nproc", "2", "--max-restarts", "1", *least)
-    started = Job.start(job, tmp_path / "run", *arguments, fault=("adam:stop", "5", "0"))
+    started = Job.fork(job, tmp_path / "run", *arguments, fault=("adam:stop", "5", "0"))
     assert started.ended() == 0, started.text
     assert started.named_after_s(0) > 0
     assert started.steps()[-1] == 9
@@ -229,7 +236,7 @@ def test_a_run_outlives_those_who_read_its_output(job: Path, tmp_path: Path, ran
 @pytest.mark.slow
 def test_usr1_saves_and_continues(job: Path, tmp_path: Path) -> None:
     never = ("train.steps=5000", "train.checkpoint_every=0", "train.eval_every=0")
-    started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", *never)
+    started = Job.fork(job, tmp_path / "run", "--nproc", "2", "--set", *never)
     started.wait_for_step(ranks=2)
     started.process.send_signal(signal.SIGUSR1)
     saved = tmp_path / "run" / "checkpoints"
@@ -237,7 +244,7 @@ def test_usr1_saves_and_continues(job: Path, tmp_path: Path) -> None:
     (first,) = saved.glob("step-????????")
     steps = len(started.steps())
     started.wait(lambda: len(started.steps()) > steps + 2)
-    started.process.terminate()
+    started.process.send_signal(signal.SIGTERM)
     assert started.ended() == 75, started.text
     assert first.exists()
 

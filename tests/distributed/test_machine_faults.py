@@ -46,7 +46,7 @@ def last_hashes(run: Path) -> dict[str, str]:
 def checked_resume(job: Path, run: Path, *, undisturbed: Path) -> None:
     """Resume a run, and compare its losses and its tensors with those of one without a fault."""
     for folder, arguments in ((undisturbed, []), (run, ["--resume", "auto"])):
-        started = Job.start(job, folder, *arguments, "--nproc", "2")
+        started = Job.fork(job, folder, *arguments, "--nproc", "2")
         assert started.ended() == 0, started.text
     assert steps_of(run) == steps_of(undisturbed)
     assert last_hashes(run) == last_hashes(undisturbed)
@@ -179,7 +179,7 @@ def test_a_scratch_drive_that_is_really_full(tmp_path: Path) -> None:
     good, run = tmp_path / "good", tmp_path / "run"
     good.mkdir()
     job = job_file(tmp_path, *disk, f"offload.scratch_dir={good}", "train.steps=60")
-    first = Job.start(job, run, "--nproc", "2")
+    first = Job.fork(job, run, "--nproc", "2")
     first.wait_for_step(2, 2)
     first.process.send_signal(signal.SIGTERM)
     assert first.ended() == 75, first.text

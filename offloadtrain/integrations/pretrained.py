@@ -124,9 +124,7 @@ def deferred_model(
 
 
 @contextmanager
-def reading(
-    folder: str | Path, problem: str = "cannot be loaded by transformers"
-) -> Iterator[None]:
+def reading(folder: str | Path) -> Iterator[None]:
     """Check a folder, and name it in whatever transformers raises while it reads it: files of
     others make it raise errors of any class.
 
@@ -147,7 +145,9 @@ def reading(
         if is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:500]
-        raise ModelError(f"'{folder}' {problem}: {type(error).__name__}: {reason}") from error
+        raise ModelError(
+            f"'{folder}' cannot be loaded by transformers: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _deferred(

@@ -26,7 +26,7 @@ from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data import tokenizer as tokenizers
 from offloadtrain.data.batches import Batch, Batches
 from offloadtrain.data.chat import ChatError, ChatTemplate, chat_template
-from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.data.tokenizer import pretrained, tokenizer
 from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
 from offloadtrain.integrations import causal_lm, hf_job
 from offloadtrain.integrations.adapters import PREFIX, base_model, write_model
@@ -298,7 +298,7 @@ def words_of(trained: TrainedModel) -> Words:
     """Return the tokenizer of the tokens that the model was trained on.
 
     Raises:
-        DataError, CausalLmError: it is not here.
+        DataError: it is not here.
     """
     if (saved := trained.saved) is not None:
         tokenizer = tokenizers.tokenizer(saved.tokenizer)
@@ -308,7 +308,7 @@ def words_of(trained: TrainedModel) -> Words:
             tokenizer.end_of_document,
             lambda: chat_template(tokenizer, saved.job.data.chat_template),
         )
-    other = causal_lm.tokenizer(trained.path)
+    other = pretrained(str(trained.path))
     return Words(
         lambda text: list(other(text)["input_ids"]),
         lambda tokens: str(other.decode(tokens, skip_special_tokens=True)),

@@ -110,8 +110,8 @@ class TokenFile:
         counted: (count,) uint8, mapped as well, 1 if the loss counts the token; None: all count.
     """
 
-    def __init__(self, path: str | Path, *, scan: bool = False) -> None:
-        """Map the file; with `scan`, read it once and check every token and the content's hash.
+    def __init__(self, path: str | Path) -> None:
+        """Map the file; `scan` checks its tokens.
 
         Raises:
             DataError: the file is missing, damaged, empty or made by a newer version.
@@ -134,8 +134,6 @@ class TokenFile:
                 self.counted = self._map(np.dtype(np.uint8), at)
         except OSError as error:
             raise DataError(f"cannot read tokens from {self.path}: {error.strerror}") from error
-        if scan:
-            self.scan()
 
     def _map(self, dtype: np.dtype[Any], offset: int) -> Any:
         return np.memmap(

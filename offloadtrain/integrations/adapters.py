@@ -1,7 +1,8 @@
 """PEFT models under offload: adapters attached, saved, and merged into their base.
 
-Everything about adapters is PEFT's own code; what is here gives it master weights, one layer at a
-time, where it would read the model's.
+`write_model` saves any model of transformers, with adapters or without. Everything about adapters
+is PEFT's own code; what is here gives it master weights, one layer at a time, where it would read
+the model's.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine import ModelError
-from offloadtrain.integrations.export import Named
+from offloadtrain.integrations.export import Named, write_configuration, write_weights
 
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 """Names that `LoraConfig` has under a longer one."""
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 """Of the base model's names in a PEFT model."""
 
 
@@ -82,8 +83,40 @@ def _standing_in(model: nn.Module) -> Iterator[None]:
         torch.utils.swap_tensors(param, nn.Parameter(meta, param.requires_grad))
 
 
-def write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype) -> None:
-    """Write what `PeftModel.from_pretrained` loads, for every adapter of the model."""
+def write_model(
+    model: Any,
+    folder: Path,
+    weights: Named,
+    buffers: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    merge: bool,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a model of transformers; of a PEFT model its adapters alone, which
+    `PeftModel.from_pretrained` loads.
+
+    Args:
+        model: may be on the meta device: its names and shapes are used, and its configuration.
+        weights: of all parameters, by the model's names; those that are trained in fp32.
+        buffers: of the base model, by its names.
+        merge: of a PEFT model, write its base with the active adapters merged in.
+
+    Raises:
+        ModelError: adapters that cannot be merged.
+    """
+    if is_peft(model) and not merge:
+        _write_adapters(model, folder, weights, dtype)
+        return
+    base = model
+    if is_peft(model):
+        base, weights = _bare(model), _merged_weights(model, weights)
+    write_weights(base, folder, weights, buffers, dtype, max_shard_size)
+    write_configuration(base_model(model), folder, dtype)
+
+
+def _write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype) -> None:
+    """Write every adapter of the model."""
     from peft import get_peft_model_state_dict
 
     # The model's names of what PEFT saves.
@@ -102,7 +135,7 @@ def write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype)
     model.save_pretrained(str(folder), state_dict=state)
 
 
-def bare(model: Any) -> Any:
+def _bare(model: Any) -> Any:
     """Return the base model as it was before PEFT wrapped it, on the meta device."""
     base = model.get_base_model()
     with torch.device("meta"):
@@ -112,9 +145,9 @@ def bare(model: Any) -> Any:
     return empty
 
 
-def merged_weights(model: Any, weights: Named) -> Named:
+def _merged_weights(model: Any, weights: Named) -> Named:
     """Yield the base model's weights with its active adapters merged in, in fp32, under the names
-    of `bare(model)`. Holds one layer at a time.
+    of `_bare(model)`. Holds one layer at a time.
 
     Raises:
         ModelError: adapters that PEFT cannot merge, or a quantized base.
@@ -128,13 +161,13 @@ def merged_weights(model: Any, weights: Named) -> Named:
     waiting: dict[str, dict[str, Tensor]] = {path: {} for path in wrapped}
     for name, value in weights:
         if (path := owner.get(name)) is None:
-            yield name.removeprefix(_PREFIX), value
+            yield name.removeprefix(PREFIX), value
             continue
         members = waiting[path]
         members[name.removeprefix(f"{path}.")] = value
         if len(members) == sum(1 for _ in wrapped[path].named_parameters()):
             for key, merged in _merged(wrapped[path], waiting.pop(path)).items():
-                yield f"{path.removeprefix(_PREFIX)}.{key}", merged
+                yield f"{path.removeprefix(PREFIX)}.{key}", merged
 
 
 def _wrapped(model: Any) -> Iterator[tuple[str, nn.Module]]:

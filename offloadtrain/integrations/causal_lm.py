@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.integrations.adapters import base_model
-from offloadtrain.integrations.pretrained import deferred_model, reading
+from offloadtrain.integrations.pretrained import deferred_model
 from offloadtrain.model.documents import attend_documents, document_bounds
 from offloadtrain.model.language_model import Sampling, uncompiled
 from offloadtrain.model.loss import cross_entropy
@@ -328,16 +328,3 @@ def load(folder: Path, device: torch.device) -> CausalLm:
     if weights is not None:
         weights.fill_all()
     return CausalLm.of(model.to(device).eval())
-
-
-def tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder.
-
-    Raises:
-        ModelError: there is none.
-    """
-    transformers = transformers_package("its tokenizer")
-    with reading(folder, "has no tokenizer that can be loaded"):
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )

@@ -36,11 +36,7 @@ from offloadtrain.integrations.causal_lm import (
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.integrations.framework_support import liger_problem
-from offloadtrain.integrations.pretrained import (
-    deferred_model,
-    from_pretrained,
-    reading,
-)
+from offloadtrain.integrations.pretrained import deferred_model, reading
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
 from offloadtrain.parallel.mesh import DeviceMesh, Mesh
@@ -153,18 +149,13 @@ def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:
 
 def _with_adapters(model: Any, lora: Lora) -> Any:
     """Raises ConfigError: PEFT finds no such layers, or is not installed."""
-    try:
-        return attach(model, lora_config(lora_keys(lora)))
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"model.lora: {error}") from None
-
-
-def lora_keys(lora: Lora) -> dict[str, Any]:
-    """Return the keys of PEFT's `LoraConfig`."""
     keys: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout}
     if lora.target_modules:
         keys["target_modules"] = list(lora.target_modules)
-    return keys | {"task_type": "CAUSAL_LM"}
+    try:
+        return attach(model, lora_config(keys | {"task_type": "CAUSAL_LM"}))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"model.lora: {error}") from None
 
 
 def build(
@@ -193,72 +184,39 @@ def build(
     Raises:
         ConfigError, CausalLmError: the model cannot do these; before its weights are read.
     """
-    import transformers
-
-    def groups_of_text(model: nn.Module) -> list[dict[str, Any]]:
-        return groups(freeze_other_modalities(_with_kernels(model, hf, varlen=varlen)))
-
+    lm, weights = whole_model(hf, seed=seed, terms=terms)
+    model = lm.module
     if mesh is not None and mesh.tensor is not None:
-        lm, weights = whole_model(hf, seed=seed, terms=terms)
-        divide_matrices(lm.module, mesh.tensor, weights)
-        optimizer = offload(
-            lm.module,
-            rule,
-            params=groups_of_text(lm.module),
-            device=device,
-            config=config,
-            mesh=mesh,
-            param_init_fn=None if weights is None else weights.fill,
-        )
-        if weights is not None:
-            weights.close()
-        if terms is not None:
-            chunk_loss(lm.module, **asdict(terms))
-        return lm, optimizer
-    keys = None if hf.lora is None else lora_keys(hf.lora)
-    with _drawn_by(seed):
-        if hf.init == "weights":
-            model, optimizer = from_pretrained(
-                hf.folder,
-                rule,
-                auto_class=AUTO_CLASS,
-                lora=keys,
-                params=groups_of_text,
-                device=device,
-                config=config,
-                mesh=mesh,
-            )
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(
-                _config(hf.hf), dtype=torch.float32
-            )
-            model = model if hf.lora is None else _with_adapters(model, hf.lora)
-            optimizer = offload(
-                model, rule, params=groups_of_text(model), device=device, config=config, mesh=mesh
-            )
-    if terms is not None:
-        chunk_loss(model, **asdict(terms))
-    model.train()
-    return CausalLm.of(model, chunked=terms is not None or hf.use_liger_kernel), optimizer
-
-
-def _with_kernels(model: Any, hf: HfModel, *, varlen: bool) -> Any:
-    """Return the model with the kernels that a job names, before the engine replaces forwards."""
+        divide_matrices(model, mesh.tensor, weights)
+    # Kernels of a job come before the engine replaces forwards.
     if hf.use_liger_kernel:
         from transformers.integrations.liger import apply_liger_kernel
 
         apply_liger_kernel(model, None)
     if varlen:
         attend_within_documents(model)
-    return model
+    optimizer = offload(
+        model,
+        rule,
+        params=groups(freeze_other_modalities(model)),
+        device=device,
+        config=config,
+        mesh=mesh,
+        param_init_fn=None if weights is None else weights.fill,
+    )
+    if weights is not None:
+        weights.close()
+    if terms is not None:
+        chunk_loss(model, **asdict(terms))
+    return lm, optimizer
 
 
 def whole_model(
     hf: HfModel, *, seed: int, terms: LossTerms | None
 ) -> tuple[CausalLm, DeferredWeights | None]:
-    """Return the whole model, to be divided among ranks, and what fills the modules that a rank
-    keeps; None: it has its weights. The loss in parts is left to the caller: `chunk_loss` refers to
-    the head, which not every rank keeps. The arguments are those of `build`.
+    """Return the whole model in training mode, with its adapters, and what fills the modules that a
+    rank keeps; None: it has its weights. The loss in parts is left to the caller: `chunk_loss`
+    refers to the head, which not every rank keeps. The arguments are those of `build`.
 
     Raises:
         ConfigError, CausalLmError: as `build`.
@@ -273,7 +231,10 @@ def whole_model(
             model = transformers.AutoModelForCausalLM.from_config(
                 _config(hf.hf), dtype=torch.float32
             )
-    return CausalLm.of(model.train(), chunked=terms is not None), weights
+        if hf.lora is not None:
+            model = _with_adapters(model, hf.lora)
+    chunked = terms is not None or hf.use_liger_kernel
+    return CausalLm.of(model.train(), chunked=chunked), weights
 
 
 @contextmanager

@@ -20,22 +20,14 @@ from offloadtrain.engine import EMA, ModelError, OffloadOptimizer, offload, opti
 from offloadtrain.hardware.host_memory import is_out_of_memory
 from offloadtrain.integrations.adapters import (
     attach,
-    bare,
     base_model,
     is_peft,
     lora_config,
-    merged_weights,
     reads_base,
-    write_adapters,
+    write_model,
 )
 from offloadtrain.integrations.deferred import CannotDeferError, DeferredWeights
-from offloadtrain.integrations.export import (
-    Named,
-    new_folder,
-    write_configuration,
-    write_tokenizer,
-    write_weights,
-)
+from offloadtrain.integrations.export import Named, new_folder, write_tokenizer
 from offloadtrain.optim import AnyRule
 from offloadtrain.parallel.pipeline.stage_modules import is_stage
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -132,9 +124,7 @@ def deferred_model(
 
 
 @contextmanager
-def reading(
-    folder: str | Path, problem: str = "cannot be loaded by transformers"
-) -> Iterator[None]:
+def reading(folder: str | Path) -> Iterator[None]:
     """Check a folder, and name it in whatever transformers raises while it reads it: files of
     others make it raise errors of any class.
 
@@ -155,7 +145,9 @@ def reading(
         if is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:500]
-        raise ModelError(f"'{folder}' {problem}: {type(error).__name__}: {reason}") from error
+        raise ModelError(
+            f"'{folder}' cannot be loaded by transformers: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _deferred(
@@ -233,15 +225,15 @@ def save_pretrained(
 
     def write() -> None:
         with new_folder(Path(folder)) as temporary:
-            if only_adapters:
-                write_adapters(model, temporary, weights, as_dtype)
-            elif is_peft(model):
-                merged = merged_weights(model, weights)
-                write_weights(bare(model), temporary, merged, buffers, as_dtype, max_shard_size)
-            else:
-                write_weights(base, temporary, weights, buffers, as_dtype, max_shard_size)
-            if not only_adapters:
-                write_configuration(base, temporary, as_dtype)
+            write_model(
+                model,
+                temporary,
+                weights,
+                buffers,
+                as_dtype,
+                merge=merge,
+                max_shard_size=max_shard_size,
+            )
             write_tokenizer(origin if origin.is_dir() else None, temporary, tokenizer)
 
     _on_first_rank(ALONE if optimizer is None else optimizer.ranks, write, weights)

@@ -120,7 +120,6 @@ def assemble(
     train_tokens, val_tokens = open_on_ranks(
         config,
         ranks,
-        resumed,
         verifies=rank_info.local_rank == 0,  # once on each host
     )
     _check_same_job(job, train_tokens, ranks)
@@ -364,11 +363,7 @@ def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
 
 
 def open_on_ranks(
-    config: Config,
-    ranks: Ranks,
-    resumed: ResumedSettings | None = None,
-    *,
-    verifies: bool,
+    config: Config, ranks: Ranks, *, verifies: bool
 ) -> tuple[TokenFile, TokenFile | None]:
     """Open and verify the token files; rank 0 makes them first if they are missing. Every rank
     calls this.
@@ -380,10 +375,6 @@ def open_on_ranks(
         ConfigError: their vocabulary is larger than the model's.
         DataError: they are missing or damaged.
     """
-    on_bytes = resumed is not None and resumed.tokenizer == tokenizer("bytes").identity
-    if on_bytes and not config.data.tokenizer:
-        # Jobs did not always take the tokenizer of their weights.
-        config = replace(config, data=replace(config.data, tokenizer="bytes"))
     # The other ranks wait until rank 0 has prepared the files.
     if ranks.rank:
         ranks.barrier()

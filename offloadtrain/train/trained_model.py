@@ -20,22 +20,18 @@ from torch import Tensor
 
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
 from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data import tokenizer as tokenizers
 from offloadtrain.data.batches import Batch, Batches
 from offloadtrain.data.chat import ChatError, ChatTemplate, chat_template
-from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.data.tokenizer import pretrained, tokenizer
 from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
 from offloadtrain.integrations import causal_lm, hf_job
-from offloadtrain.integrations.adapters import bare, merged_weights, write_adapters
+from offloadtrain.integrations.adapters import PREFIX, base_model, write_model
 from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
-from offloadtrain.integrations.export import (
-    new_folder,
-    write_configuration,
-    write_tokenizer,
-    write_weights,
-)
+from offloadtrain.integrations.export import new_folder, write_tokenizer
 from offloadtrain.integrations.own_model import empty_model as empty_own_model
 from offloadtrain.integrations.own_model import renamed, tokenizer_files
 from offloadtrain.model.language_model import LanguageModel, OwnModel, Sampling
@@ -49,9 +45,6 @@ from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
 from offloadtrain.train.checkpoint.restore import saved_weights
 from offloadtrain.train.losses import loss_of, to_device
 from offloadtrain.train.saved_state import require_run_state
-
-BASE_PREFIX = "base_model.model."
-"""Prefix of the base model's names in a PEFT model."""
 
 _log = logging.getLogger(__name__)
 
@@ -150,38 +143,30 @@ def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bo
     adapters = hf is not None and hf.lora is not None
     if merge and not adapters:
         raise ConfigError("--merge: the model was trained without adapters (model.lora)")
-    as_dtype = PRECISIONS[dtype or ("fp32" if adapters and not merge else "bf16")]
+    only_adapters = adapters and not merge
+    as_dtype = PRECISIONS[dtype or ("fp32" if only_adapters else "bf16")]
     model = _empty_model(saved)
+    if hf is None:
+        weights, buffers = renamed(saved.job.model, saved.weights()), {}
+    else:
+        params = {name for name, _ in model.named_parameters()}
+        others = saved.weights(wanted=lambda name: name not in params)
+        buffers = {name.removeprefix(PREFIX): buffer for name, buffer in others}
+        weights = _widened(saved.weights(wanted=params.__contains__))
     with new_folder(folder) as temporary:
-        if adapters and not merge:
-            write_adapters(model, temporary, _masters(saved), as_dtype)
-        else:
-            _write_whole(saved, model, temporary, as_dtype)
+        write_model(model, temporary, weights, buffers, as_dtype, merge=merge)
+        if hf is not None and not only_adapters:
+            _copy_generation(hf, temporary)
         source, words = tokenizer_files(saved.tokenizer)
         if source is None and words is None and hf is not None and Path(hf.hf).is_dir():
             source = Path(hf.hf)
         write_tokenizer(source, temporary, words)
-    return type(bare(model) if merge else model).__name__
+    return type(base_model(model) if merge else model).__name__
 
 
-def _write_whole(saved: SavedRun, model: Any, folder: Path, dtype: torch.dtype) -> None:
-    hf, bare_model, buffers_of_run = saved.job.hf, model, {}
-    if hf is None:
-        weights = renamed(saved.job.model, saved.weights())
-    else:
-        params = {name for name, _ in model.named_parameters()}
-        buffers_of_run = dict(saved.weights(wanted=lambda name: name not in params))
-        weights = _masters(saved)
-        if hf.lora is not None:
-            weights, bare_model = merged_weights(model, weights), bare(model)
-    prefix = BASE_PREFIX if bare_model is not model else ""
-    buffers = dict(bare_model.named_buffers())
-    buffers |= {name.removeprefix(prefix): buffer for name, buffer in buffers_of_run.items()}
-    write_weights(bare_model, folder, weights, buffers, dtype, "5GB")
-    write_configuration(bare_model, folder, dtype)
-    if hf is None:
-        return
-    # config.json has made a generation configuration: that of the model replaces it.
+def _copy_generation(hf: HfModel, folder: Path) -> None:
+    """Put the generation configuration of the model in the place of the one that was made from
+    config.json."""
     name = "generation_config.json"
     try:
         source = hf.folder / name
@@ -192,10 +177,9 @@ def _write_whole(saved: SavedRun, model: Any, folder: Path, dtype: torch.dtype) 
         shutil.copyfile(source, folder / name)
 
 
-def _masters(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `OffloadOptimizer.master_weights` yields: frozen weights are widened."""
-    params = {name for name, _ in _empty_model(saved).named_parameters()}
-    for name, value in saved.weights(wanted=params.__contains__):
+def _widened(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `OffloadOptimizer.master_weights` yields: frozen weights are fp32, too."""
+    for name, value in weights:
         yield name, value.float() if value.is_floating_point() else value
 
 
@@ -314,7 +298,7 @@ def words_of(trained: TrainedModel) -> Words:
     """Return the tokenizer of the tokens that the model was trained on.
 
     Raises:
-        DataError, CausalLmError: it is not here.
+        DataError: it is not here.
     """
     if (saved := trained.saved) is not None:
         tokenizer = tokenizers.tokenizer(saved.tokenizer)
@@ -324,7 +308,7 @@ def words_of(trained: TrainedModel) -> Words:
             tokenizer.end_of_document,
             lambda: chat_template(tokenizer, saved.job.data.chat_template),
         )
-    other = causal_lm.tokenizer(trained.path)
+    other = pretrained(str(trained.path))
     return Words(
         lambda text: list(other(text)["input_ids"]),
         lambda tokens: str(other.decode(tokens, skip_special_tokens=True)),

@@ -113,7 +113,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def documents(path: Path | None) -> list[tuple[list[int], list[int]]]:
     """Return (tokens, mask) of each document."""
     assert path is not None
-    file = TokenFile(path, scan=True)
+    file = tiny.scanned(path)
     counted = np.ones(len(file), np.uint8) if file.counted is None else file.counted
     ends = file.document_ends()
     parts = zip(np.split(file.tokens, ends)[:-1], np.split(counted, ends)[:-1], strict=True)

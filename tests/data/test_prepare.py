@@ -21,11 +21,12 @@ from offloadtrain.data.encode import Encoder
 from offloadtrain.data.prepare import PreparedFiles, prepare
 from offloadtrain.data.source import SourceFile, find_files
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import DataError, TokenFile
+from offloadtrain.data.tokens import DataError
+from tests.data import tiny
 
 
 def tokens(path: Path | None) -> bytes:
-    return TokenFile(path, scan=True).tokens.tobytes() if path else b""
+    return tiny.scanned(path).tokens.tobytes() if path else b""
 
 
 def both(files: PreparedFiles) -> tuple[bytes, bytes]:

@@ -18,6 +18,7 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.data import tokens as token_files
 from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter, verify
 from tests import levels
+from tests.data import tiny
 from tests.data.tiny import write_tokens
 
 Damage = Callable[[bytes], bytes]
@@ -51,7 +52,7 @@ def test_the_smallest_dtype_is_chosen_and_read_only(tmp_path: Path) -> None:
         *((65536, "uint16"), (65537, "uint32")),
     ):
         path = write(tmp_path / "a.bin", [0, vocab_size - 1], vocab_size)
-        file = TokenFile(path, scan=True)
+        file = tiny.scanned(path)
         assert file.header.dtype == dtype
         assert file.tokens.tolist() == [0, vocab_size - 1]
         assert path.stat().st_size == HEADER_BYTES + 2 * file.tokens.itemsize
@@ -72,7 +73,7 @@ def test_pieces_are_read_back_joined(
         with pytest.raises(DataError, match="no tokens"):
             TokenFile(path)
         return
-    file = TokenFile(path, scan=True)
+    file = tiny.scanned(path)
     assert file.tokens.tolist() == joined
     assert len(file) == file.header.count == len(joined)
     assert (file.header.tokenizer, file.header.fingerprint) == ("t", "f")
@@ -85,7 +86,7 @@ def test_documents_and_mask_follow_the_tokens_in_the_file(tmp_path: Path) -> Non
         writer.write(np.array([1, 2, 3]), [2], np.array([0, 1, 0], np.uint8))
         writer.write(np.array([4, 5, 6]), [2, 3], np.array([1, 1, 0], np.uint8))
         writer.commit()
-    file = TokenFile(path, scan=True)
+    file = tiny.scanned(path)
     assert file.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert file.counted is not None and file.counted.tolist() == [0, 1, 0, 1, 1, 0]
     assert file.document_ends().tolist() == [2, 5, 6]
@@ -95,7 +96,7 @@ def test_documents_and_mask_follow_the_tokens_in_the_file(tmp_path: Path) -> Non
     for at in (2, 12, 36):  # tokens, lengths, mask
         flip(path, at)
         with pytest.raises(DataError, match="changed after writing"):
-            TokenFile(path, scan=True)
+            tiny.scanned(path)
         flip(path, at)
 
 
@@ -154,7 +155,7 @@ def test_a_scan_finds_a_token_outside_the_vocabulary(tmp_path: Path) -> None:
     path.write_bytes(edit_header(path.read_bytes(), vocab_size=999))
     message = r"a\.bin: token 999 at index 2 is not below vocab_size = 999"
     with pytest.raises(DataError, match=message):
-        TokenFile(path, scan=True)
+        tiny.scanned(path)
     with pytest.raises(DataError, match=message):
         verify(TokenFile(path))
 
@@ -175,7 +176,7 @@ def test_a_writer_refuses_what_does_not_fit_and_leaves_the_old_file(tmp_path: Pa
     ):
         writer.write(np.array([7]))
         raise KeyboardInterrupt
-    assert TokenFile(path, scan=True).tokens.tolist() == [1, 2, 3]
+    assert tiny.scanned(path).tokens.tolist() == [1, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
 
 

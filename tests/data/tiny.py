@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from offloadtrain.data.tokens import TokenWriter
+from offloadtrain.data.tokens import TokenFile, TokenWriter
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
@@ -81,3 +81,10 @@ def write_tokens(
         for piece in pieces:
             writer.write(piece)
         writer.commit()
+
+
+def scanned(path: Path) -> TokenFile:
+    """Open a token file and check all of it."""
+    file = TokenFile(path)
+    file.scan()
+    return file

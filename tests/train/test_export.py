@@ -325,7 +325,7 @@ def test_what_cannot_be_exported_evaluated_or_continued_is_refused(
         ("or a checkpoint, nor a folder", "eval", no_run, "--data", tmp_path / "a.bin"),
         ("neither a run folder", "generate", no_run, "--prompt", "a"),
         ("has no *.safetensors", "generate", part, "--prompt", "a"),
-        ("has no tokenizer that can be loaded", "generate", torn, "--prompt", "a"),
+        ("transformers cannot load a tokenizer", "generate", torn, "--prompt", "a"),
     ):
         assert main([str(argument) for argument in arguments]) == 2
         assert message in capsys.readouterr().err

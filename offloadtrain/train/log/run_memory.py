@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.hardware.telemetry import anonymous_mappings
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.device_memory import AllocatorCounters
@@ -27,9 +27,6 @@ ALLOWED_BYTES = 4 << 30
 """Growth since training began: libraries that are loaded late, compiled code, batches."""
 _NEAR = 0.2
 """Relative difference in size below which an owner is named as a likely cause."""
-
-_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)$")
-_PRIVATE = re.compile(r"^Anonymous: +(\d+) kB$")
 
 
 class UnaccountedMemory:
@@ -58,11 +55,12 @@ class UnaccountedMemory:
             return None
         self._has_warned = True
         in_ledger = self._ledger.total(Tier.HOST)
+        largest = [f"{name} {format_bytes(size)}" for size, name in anonymous_mappings()[:2]]
         return (
             f"this process has {format_bytes(in_ledger + beyond)} of host memory, of which the "
             f"engine's Ledger has {format_bytes(in_ledger)}. The rest has grown by "
             f"{format_bytes(growth)} since training began{self._near(growth)}. Largest mappings: "
-            f"{_largest_mappings()}. If it keeps growing, the kernel may kill the run: lower "
+            f"{', '.join(largest)}. If it keeps growing, the kernel may kill the run: lower "
             "train.micro_batch, or keep less on the host"
         )
 
@@ -87,19 +85,6 @@ def anonymous_bytes() -> int | None:
         if match := re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE):
             return int(match[1]) << 10
     return None
-
-
-def _largest_mappings() -> str:
-    """Describe where the anonymous memory is, by the names that the kernel gives to mappings."""
-    sizes: Counter[str] = Counter()
-    name = ""
-    with suppress(OSError):
-        for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
-            if mapping := _MAPPING.match(line):
-                name = mapping[1] or "mappings without a name"
-            elif private := _PRIVATE.match(line):
-                sizes[name] += int(private[1]) << 10
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.most_common(2))
 
 
 _EVERY_S = 1.0

@@ -6,6 +6,7 @@ Commands are named here and imported only on use, so that help does not load tor
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +41,8 @@ class _OnUse:
 
 _NO_DEFAULT = ('""', "()", "False")
 """Defaults that are not shown: an option that is not given."""
+_SAYS_DEFAULT = re.compile(r"\b[Dd]efault[: ]")
+"""In the text of an option that says its default, of which the value says less."""
 
 
 class _Unbroken(_OnUse):
@@ -53,7 +56,7 @@ class _Unbroken(_OnUse):
             text = getattr(entry.description, "primary_renderable", None)
             if isinstance(text, Text):
                 entry.description.primary_renderable = Text(text.plain.replace("\n", " "))
-            if entry.default in _NO_DEFAULT:
+            if entry.default in _NO_DEFAULT or _SAYS_DEFAULT.search(str(text)):
                 entry.default = None
         self._made(console, options, panel)
 

@@ -1,5 +1,8 @@
 """The errors that are printed as one message without a traceback."""
 
+import os
+from pathlib import Path
+
 
 class OffloadTrainError(Exception):
     """The base of all our errors; messages name the request, the available amount, and the key to
@@ -22,6 +25,12 @@ class ConfigError(InputError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def require_path(path: str | Path) -> None:
+    """Raises ConfigError if there is nothing at this path."""
+    if not os.path.exists(path):  # Path.exists raises for some names
+        raise ConfigError(f"{path} is not there")
 
 
 def broken(*rules: tuple[object, str]) -> list[str]:

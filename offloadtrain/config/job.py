@@ -389,7 +389,7 @@ def _problems(config: Config) -> Iterator[str]:
             "offload.precision = 'fp32'",
         ),
         (
-            optim.warmup_steps > train.steps,
+            0 < train.steps < optim.warmup_steps,
             f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = "
             f"{train.steps}",
         ),

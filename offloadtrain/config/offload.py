@@ -755,9 +755,8 @@ def chosen_options(config: OffloadConfig | None, options: OffloadOptions) -> Off
     if not isinstance(config, OffloadConfig):
         raise TypeError(f"config is a {type(config).__name__}: give an OffloadConfig")
     if options:
-        values = dict(options)
-        listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
-        keywords = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        listed = ", ".join(f"{name} = {value!r}" for name, value in options.items())
+        keywords = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
             f"config and {listed} are both given: put it into the config "
             f"(config.replace({keywords})), or leave the config out"
@@ -780,7 +779,8 @@ def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         elif key in _GROUPS:
             raise TypeError(f"{key} = {value!r} must be a {_GROUPS[key].__name__}")
         else:
-            raise TypeError(f"unknown option {key!r}{nearest(key, [*OPTIONS, *_GROUPS])}")
+            group = [name for name, o in OPTIONS.items() if key.startswith(f"{o.path[0]}_")]
+            raise TypeError(f"unknown option {key!r}{nearest(key, group or [*OPTIONS, *_GROUPS])}")
     return groups, named
 
 

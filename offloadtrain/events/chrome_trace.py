@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from offloadtrain.config.errors import InputError
+from offloadtrain.config.errors import InputError, require_path
 from offloadtrain.events import log_lines
 from offloadtrain.events.log_lines import Record
 from offloadtrain.events.schema import WAIT, LaneSpan, Step
@@ -33,8 +33,10 @@ def read_run(folder: Path) -> list[Record]:
     """Return every rank's records.
 
     Raises:
-        TraceError: if the folder is not that of a run, or no step of it has been sampled.
+        ConfigError: nothing is there.
+        TraceError: it is not the folder of a run, or no step of it has been sampled.
     """
+    require_path(folder)
     logs = sorted((folder / "events").glob("rank*.jsonl")) if os.path.isdir(folder) else []
     if not logs:
         raise TraceError(f"{folder} is not a run folder: it has no events/rank*.jsonl")

@@ -37,10 +37,12 @@ def send(run: Path, action: str, message: str = "") -> str:
     """Send a request to the run in this folder; return its id, which the answers carry.
 
     Raises:
-        RequestError: there is no such action, or the folder cannot be written.
+        RequestError: there is no such action, a note has no text, or the folder cannot be written.
     """
     if action not in ACTIONS:
         raise RequestError(f"'{action}' is not one of {', '.join(ACTIONS)}")
+    if action == "note" and not message.strip():
+        raise RequestError("a note needs its text: ctl RUN note 'disk replaced'")
     name = f"{time.time_ns()}-{secrets.token_hex(4)}"
     request = {"action": action, "message": message[:LONGEST_NOTE], "time_s": time.time()}
     folder = run / "control"

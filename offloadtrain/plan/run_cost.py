@@ -140,7 +140,7 @@ def run_cost(plan: Plan, *, tokens: int = 0, price: Price | None = None, done: i
     checkpoints = max(pause.times(done, steps), 1)
     to_disk = plan.wear.per_step * plan.hosts if plan.disk else 0
     if plan.machine.on_cpu:
-        band, basis = None, "of a CPU no error is known"
+        band, basis = None, "on a CPU, where the error of plans is unknown"
     else:
         accuracy, what = accuracy_of_plans(plan.machine.gpu)
         band = accuracy.band

@@ -5,3 +5,7 @@ Callers decide what runs and when: nothing here knows a model, an optimizer or a
 and of Numba, `arena.py` the host's memory and the Ledger, `process_group.py` the collectives,
 `failure_detector.py` watches other ranks. Start at `lanes/base.py`.
 """
+
+from offloadtrain.runtime.torchao_logs import drop_import_messages
+
+drop_import_messages()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config import job as jobs
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, require_path
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
 from offloadtrain.config.sections import IGNORED, Packing
@@ -97,6 +97,7 @@ def open_saved(path: Path) -> SavedRun:
         verified = checkpoint.verify(path)
         require_run_state(verified)
         return _of(verified)
+    require_path(path)
     if not is_run(path):
         raise ConfigError(
             f"{path} is neither a run folder (it has no folder checkpoints) nor a checkpoint (it "
@@ -278,6 +279,7 @@ def open_model(path: Path, device: torch.device) -> TrainedModel:
     Raises:
         ConfigError: it is none of them.
     """
+    require_path(path)
     if is_run(path):
         saved = open_saved(path)
         return TrainedModel(path, language_model(saved, device), saved, device)
@@ -288,8 +290,8 @@ def open_model(path: Path, device: torch.device) -> TrainedModel:
         )
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"{path} is neither a run folder or a checkpoint, nor a folder of transformers (it has "
-            "no config.json)"
+            f"{path} is neither a run folder, nor a checkpoint, nor a folder of transformers (it "
+            "has no config.json)"
         )
     return TrainedModel(path, causal_lm.load(path, device), None, device)
 

@@ -301,12 +301,13 @@ class Trainer:
             if not report.skipped:
                 raise self.saving.spoilt(f"the loss of step {number} is {loss}", self.progress)
         elif report.skipped and self._context.precision != "fp16":
-            self._log.warn(
-                "step-skipped",
-                f"step {number} was skipped: the gradient norm is {report.grad_norm}, not finite "
-                f"are the gradients of {report.named_nonfinite}",
-                number,
+            why = (
+                f": the gradient norm is {report.grad_norm}, since the gradients of "
+                f"{report.named_nonfinite} are not finite"
             )
+            if (count := self.progress.skipped_in_a_row) > 1:
+                why = f" again, {count} times in a row"
+            self._log.warn("step-skipped", f"step {number} was skipped{why}", number)
         if self.progress.skipped_in_a_row >= MAX_SKIPS:
             self.saving.save(self.progress)
             why = spike or (

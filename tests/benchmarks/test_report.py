@@ -220,7 +220,7 @@ def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured)
         assert main(["report", str(tmp_path)]) == 2
         assert reason in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent")]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "is no folder: give that of the results" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

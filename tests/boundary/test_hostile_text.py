@@ -53,7 +53,7 @@ def commands(run: Path) -> list[list[str]]:
         ),
         ["runs", str(run.parent)],
         ["runs", str(run.parent), "--json"],
-        ["ctl", folder, "note", "--wait", "0"],
+        ["ctl", folder, "note", odd, "--wait", "0"],
         ["trace", folder],
         *([name, odd] for name in ("status", "events", "tui", "trace", "train", "plan", "cp")),
         ["ctl", odd, "stop"],

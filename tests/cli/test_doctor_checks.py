@@ -177,6 +177,8 @@ def test_speeds() -> None:
     assert "fp32 0.25, split16 0.154, norm 0.0625 ns/param" in adam and "80%" in adam
     assert "copies run both ways: not measured" in adam
     rates = {"fp32_copying_gparams": 2.5, "split16_copying_gparams": 4.0}
+    unmeasured = dict.fromkeys([f"{kernel}_gparams" for kernel in checks.KERNELS], 0.0)
+    assert checks.check_adam(replace(MACHINE, **unmeasured)).status == "SKIP"
     slowed = replace(MACHINE, **rates, h2d_adam_gbps=33.3, d2h_adam_gbps=51.0)
     found = checks.check_adam(slowed).found
     assert found.endswith("both ways: fp32 0.4, split16 0.25 (33.3 GB/s up, 51 down)")

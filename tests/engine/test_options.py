@@ -102,6 +102,7 @@ def test_a_flat_name_next_to_groups_is_refused() -> None:
     ("options", "message"),
     [
         ({"state_onn": "host"}, "unknown option 'state_onn'; did you mean state_on?"),
+        ({"gradients_on": "host"}, "unknown option 'gradients_on'; did you mean grad_on?"),
         ({"weights": "host"}, "weights = 'host' must be a WeightOptions"),
         ({"config": {"state": "int8"}}, "config is a dict: give an OffloadConfig"),
     ],

@@ -102,8 +102,9 @@ def test_unknown_figures_are_left_out_and_rare_ones_are_added() -> None:
     assert "dev" not in line_of(device_bytes=0), "on a CPU all are the host's"
     bare = line_of({"grad_norm": None, "mfu": None}, eta_s=math.nan)
     assert "grad" not in bare and "mfu" not in bare and "1%  eta - (-)  loss" in bare
-    full = line_of({"skipped": True, "loss_scale": 65536.0}, val_loss=2.5)
-    assert "val 2.5000  SKIPPED  grad" in full and "scale 65536" in full
+    full = line_of({"skipped": True, "loss_scale": 65536.0}, eta_s=0.0)
+    assert "SKIPPED  grad" in full and "scale 65536" in full
+    assert "eta" not in full, "the last step has no time left"
     broken = line_of({"loss": math.nan, "grad_norm": math.inf})
     assert "loss nan" in broken and "grad inf" in broken
 

@@ -114,6 +114,8 @@ def test_ctl_sends_a_request_and_waits_for_the_answer(
     folder = live(tmp_path / "run")
     with trainer(folder):
         assert main(["ctl", str(folder), "note", "hello", "--wait", "0"]) == 0
+        assert main(["ctl", str(folder), "note"]) == main(["ctl", str(folder), "note", " "]) == 2
+        assert capsys.readouterr().err.count("a note needs its text") == 2
         assert main(["ctl", str(folder), "dance"]) == 2
         assert "'dance' is not one of checkpoint" in capsys.readouterr().err
         requests = Requests(folder).poll()

@@ -245,6 +245,10 @@ def test_the_newest_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert listed == runs.find([Path(tmp_path.name) / "20260301-000000-b"])[0].folder, (
         "a listed run is known as the open one"
     )
+    for name, at_s in (("y", 2e9), ("z", 1e9), ("20260401-000000-d", 0.0)):
+        os.utime(write(tmp_path / name, plain(2)) / "run.json", (at_s, at_s))
+    ordered = [path.name[-1] for path in runs.all_runs(tmp_path)]
+    assert ordered == ["y", "d", "b", "c", "a", "z"], "a name without a time has that of its start"
     with pytest.raises(runs.RunError, match="is not there: give a run folder"):
         runs.find([tmp_path / "none"])
     with pytest.raises(runs.RunError, match="a folder without runs"):

@@ -12,29 +12,16 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui.reading.columns import Live
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import milliseconds
+from offloadtrain_tui.text import milliseconds, owner_word
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Area, Part, Tier
 
 ACTIVATIONS, PROCESS = "activations and gradients", "Python, torch"
-WORDS = {
-    "exp_avg": "Adam m",
-    "exp_avg_sq": "Adam v",
-    "exp_avg_scale": "scales of Adam m",
-    "exp_avg_sq_scale": "scales of Adam v",
-    "correction": "low bits of weights",
-}
-"""Words for people; records keep those of the code."""
-
 OLD_S = 15.0
 """Age from which a figure is shown with its age; samples of the machine come every 5 s."""
 
 _COLUMNS = 96
 _BANDS = 5
-
-
-def word(owner: str) -> str:
-    return WORDS.get(owner, owner)
 
 
 # ---- the table
@@ -277,7 +264,7 @@ def _parts(owned: Iterable[schema.MemoryRow]) -> tuple[Part, ...]:
     for row in owned:
         sizes[row.owner] = sizes.get(row.owner, 0) + row.num_bytes
     ordered = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-    return tuple(Part(word(owner), size) for owner, size in ordered if size)
+    return tuple(Part(owner_word(owner), size) for owner, size in ordered if size)
 
 
 # ---- history

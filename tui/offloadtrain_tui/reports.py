@@ -29,7 +29,7 @@ from offloadtrain_tui.reading.log_reader import (
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.tail import Tail
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, local_time, milliseconds, short
+from offloadtrain_tui.text import clean, local_time, milliseconds, owner_word, short
 from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
 
 _LIVE_EVERY_S, _FOLLOW_EVERY_S = 1.0, 0.2
@@ -272,7 +272,9 @@ def report(snapshot: Snapshot) -> str:
 def _memory_line(view: View, name: str, tiers: tuple[str, ...]) -> str:
     rows = [row for row in view.memory if row.tier in tiers]
     total = units.format_bytes(sum(row.num_bytes for row in rows))
-    sizes = (f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in rows[:4])
+    sizes = (
+        f"{clean(owner_word(row.owner))} {units.format_bytes(row.num_bytes)}" for row in rows[:4]
+    )
     return f"{name}: {total} ({', '.join(sizes)})" if rows else f"{name}: not known yet"
 
 
@@ -292,7 +294,7 @@ def moment_line(moment: Moment) -> str:
     """Return an event as one line."""
     time_text = local_time(moment.time_s, "%Y-%m-%d %H:%M:%S")
     step = "" if moment.step is None else f"step {moment.step}"
-    return f"{time_text}  {step:<12}  {moment.kind:<12}  {moment.text}"
+    return f"{time_text}  {step:<12}  {moment.kind:<13}  {moment.text}"
 
 
 _FORMAT = "{:<40}  {:<9}  {:>13}  {:>7}  {:>7}  {:>7}  {:>6}  {}"

@@ -1,4 +1,4 @@
-"""Foreign text on one line, short formats of numbers, and the words for the lanes of the log."""
+"""Foreign text on one line, short formats of numbers, and words for lanes and owners of the log."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def milliseconds(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     return units.format_seconds(value / 1e3)
+
+
+_OWNERS = {
+    "exp_avg": "Adam m",
+    "exp_avg_sq": "Adam v",
+    "exp_avg_scale": "scales of Adam m",
+    "exp_avg_sq_scale": "scales of Adam v",
+    "correction": "low bits of weights",
+}
+"""Owner of memory in the log → the word for people."""
+
+
+def owner_word(owner: str) -> str:
+    return _OWNERS.get(owner, owner)
 
 
 _LANES = {

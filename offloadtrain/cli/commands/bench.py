@@ -47,7 +47,7 @@ def adam(
     from offloadtrain.cli.bench import adam as bench
 
     def tell(count: int, number: int) -> None:
-        print(f"\r{count} threads, round {number}/{rounds} ", end="", file=sys.stderr, flush=True)
+        _say(f"{count} thread{'s' if count > 1 else ''}, round {number}/{rounds}")
 
     rows = bench.run(numel, counts, rounds, chosen, tell)
     dispatch_us = bench.dispatch_us()
@@ -187,13 +187,18 @@ def report(folder: Path = Path("benchmarks/results"), /, *, all: bool = False) -
     from offloadtrain.cli import results_tables
 
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; make gpu writes results")
+        raise InputError(
+            f"{folder} is no folder: give that of the results, benchmarks/results in a clone of "
+            "the repository, where `make gpu` writes them"
+        )
     files = results_tables.read(folder)
     print(results_tables.everything(files) if all else results_tables.summary(files))
 
 
 def _say(text: str) -> None:
-    print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+    """Print the progress: a line that is rewritten on a terminal, new lines elsewhere."""
+    line, end = (f"\r{text:60}", "") if sys.stderr.isatty() else (text, "\n")
+    print(line, end=end, file=sys.stderr, flush=True)
 
 
 def _show(as_json: bool, facts: dict[str, Any], *text: str) -> None:
@@ -203,7 +208,8 @@ def _show(as_json: bool, facts: dict[str, Any], *text: str) -> None:
     from offloadtrain.hardware.telemetry import probe
     from offloadtrain.runtime import kernels
 
-    print(file=sys.stderr)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     if as_json:
         here = {"machine": asdict(probe()), "kernels": asdict(kernels.backend())}
         print(json.dumps(here | {"torch": torch.__version__} | facts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +12,7 @@ from offloadtrain.boundary.output import say_on_stderr
 from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.cli.exit_codes import ends_as_interrupted
 from offloadtrain.cli.options import Overrides
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError, require_path
 
 
 def convert(
@@ -83,8 +82,7 @@ def _to_run(
     from offloadtrain.train.log.console import Console
 
     for path in filter(None, (source, optimizer)):
-        if not os.path.exists(path):
-            raise ConfigError(f"{path} is not there")
+        require_path(path)
     path = find_job(job)
     config = jobs.load(path, overrides, say_on_stderr)
     text = toml.read(path)

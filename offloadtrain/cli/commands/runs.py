@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.cli.exit_codes import DONE, FAILED, ends_as_interrupted
 from offloadtrain.cli.options import Count, CountOrNone, Flag, Json
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError, require_path
 from offloadtrain.config.sections import Packing
 
 MOST_PRINTED = 20
@@ -44,6 +44,7 @@ def checkpoints(
     from offloadtrain.config.units import format_bytes
     from offloadtrain.train.checkpoint import checkpoint
 
+    require_path(run)
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"{run} is not a run folder: it has no folder checkpoints")

@@ -1,6 +1,7 @@
-"""One check per function: facts in; PASS, WARN or FAIL out. Checks probe nothing themselves.
+"""One check per function: facts in; PASS, WARN, FAIL or SKIP out. Checks probe nothing themselves.
 
-WARN: training works, but slower or smaller than possible. FAIL: it does not work.
+WARN: training works, but slower or smaller than possible. FAIL: it does not work. SKIP: it was not
+looked at.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class Status(StrEnum):
     PASS = "PASS"
     WARN = "WARN"
     FAIL = "FAIL"
+    SKIP = "SKIP"
 
 
-PASS, WARN, FAIL = Status
+PASS, WARN, FAIL, SKIP = Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +350,8 @@ def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
                 f"; state on it: read at {drive.disk_read_gbps:.2g}, written at "
                 f"{drive.disk_write_gbps:.2g}, both at once at {drive.disk_both_gbps:.2g} GB/s"
             )
+    else:
+        finding += ", speed not measured"
     return _judged(
         "disk",
         finding,
@@ -405,7 +409,7 @@ def check_adam(machine: Machine) -> Check:
     rates = {kernel: getattr(machine, f"{kernel}_gparams") for kernel in KERNELS}
     times = [f"{kernel} {1 / rate:.3g}" for kernel, rate in rates.items() if rate]
     if not times:
-        return Check("Adam", PASS, "not measured with --quick")
+        return Check("Adam", SKIP, "not measured: --quick leaves it out")
     reached = machine.fp32_gparams * FP32_TRAFFIC_BYTES / machine.dram_gbps
     copying = {state: getattr(machine, f"{state}_copying_gparams") for state in STATE_BYTES}
     slower = ", ".join(f"{state} {1 / rate:.3g}" for state, rate in copying.items() if rate)

@@ -39,7 +39,6 @@ def format_step(
     host_bytes: int,
     eta_s: float,
     now_s: float,
-    val_loss: float | None = None,
 ) -> str:
     """Format a step as one line, the most important first, so that truncation loses least; what is
     not known is omitted.
@@ -47,15 +46,13 @@ def format_step(
     Args:
         steps: of the whole run.
         device_bytes, host_bytes: of the engine, now; of a run on a CPU all are the host's.
-        eta_s: time left, evaluations and checkpoints included; NaN if unknown.
+        eta_s: time left, evaluations and checkpoints included; NaN if unknown, 0 after the last.
         now_s: Unix seconds.
-        val_loss: of the last evaluation.
     """
     parts = [
         f"step {step.step}/{steps} {100 * step.step // max(steps, 1)}%",
-        f"eta {format_duration(eta_s)} ({format_clock(now_s + eta_s, now_s)})",
+        f"eta {format_duration(eta_s)} ({format_clock(now_s + eta_s, now_s)})" if eta_s else None,
         f"loss {step.loss:.4f}",
-        None if val_loss is None else f"val {val_loss:.4f}",
         "SKIPPED" if step.skipped else None,
         None if step.grad_norm is None else f"grad {step.grad_norm:.3g}",
         f"lr {step.lr:.2e}",

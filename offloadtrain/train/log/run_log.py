@@ -584,7 +584,6 @@ class RunLog:
             host_bytes=host_bytes,
             eta_s=self._pace.seconds_left(step.step),
             now_s=time.time(),
-            val_loss=self._progress.val_loss,
         )
         self._console.step(line, force=number in (1, config.train.steps))
 

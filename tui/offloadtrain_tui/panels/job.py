@@ -12,9 +12,8 @@ from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
-from offloadtrain_tui.memory import word
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.text import clean, short
+from offloadtrain_tui.text import clean, owner_word, short
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import tell
 
@@ -98,7 +97,7 @@ def flat(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, s
             yield from flat(value, f"{prefix}[{number}]", depth + 1)
     elif isinstance(values, int) and (prefix.endswith("_bytes") or prefix.startswith(_SIZES)):
         head, _, owner = prefix.rpartition(".")
-        yield f"{head}.{word(owner)}" if head else prefix, units.format_bytes(values)
+        yield f"{head}.{owner_word(owner)}" if head else prefix, units.format_bytes(values)
     elif isinstance(values, float) and prefix.startswith(_TIMES):
         yield prefix, units.format_seconds(values)
     else:

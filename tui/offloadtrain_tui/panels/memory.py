@@ -10,7 +10,7 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import RankPanel
-from offloadtrain_tui.text import clean
+from offloadtrain_tui.text import clean, owner_word
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Area, AreaChart, MemoryBars
 from offloadtrain_tui.widgets.table import fill, tell
@@ -81,7 +81,7 @@ def _process(gpu: schema.GpuSample, process: schema.GpuProcess) -> tuple[str, ..
 def _cells(row: schema.MemoryRow, planned: int | None, on_device: str) -> tuple[str, ...]:
     return (
         on_device if row.tier == "device" else row.tier,
-        clean(memory.word(row.owner)),
+        clean(owner_word(row.owner)),
         units.format_bytes(row.num_bytes),
         units.format_bytes(row.peak_bytes),
         "-" if planned is None else units.format_bytes(planned),

@@ -72,8 +72,9 @@ class Transfers(Panel):
             text.append(f" {name:<9} {milliseconds(busy_ms):>9}  {share}  {_moved(lane, view)}\n")
         exposed = view.last("exposed_ms") or 0.0
         hidden = max(view.busy_ms("host") - exposed, 0.0)
-        waits = f" compute waited {milliseconds(exposed)}; at least {milliseconds(hidden)} of the"
-        text.append(f"{waits} CPU's work was hidden", "bold")
+        text.append(f" compute waited {milliseconds(exposed)}", "bold")
+        if hidden:
+            text.append(f"; at least {milliseconds(hidden)} of the CPU's work was hidden", "bold")
         tell(self.query_one("#transfers-text", Static), text)
         show_charts(self, OF_TRANSFERS, shown)
 

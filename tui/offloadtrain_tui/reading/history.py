@@ -226,7 +226,7 @@ _DESCRIBE: dict[type, Callable[[Any], tuple[str, str]]] = {
     schema.Eval: lambda event: ("info", f"validation loss {event.val_loss:.4f}"),
     schema.PlanCompared: lambda event: ("info", event.message),
     schema.Decided: lambda event: ("info", event.message),
-    schema.Sample: lambda event: ("info", f"sample: {event.prompt}{event.text}"),
+    schema.Sample: lambda event: ("info", " ".join(f"{event.prompt}{event.text}".split())),
 }
 """Kind of a record → (level, text) of its line."""
 

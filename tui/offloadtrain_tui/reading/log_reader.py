@@ -231,6 +231,7 @@ class RunRow:
     """A row of the list; None: not in the log.
 
     Attributes:
+        ran_s: seconds from its newest start to its end, or to now.
         ending: how it has ended; None: it is alive, or not known to have ended.
     """
 
@@ -242,18 +243,18 @@ class RunRow:
     val_loss: float | None
     tokens_per_s: float | None
     last_s: float | None
+    ran_s: float | None
     ending: runs.Ending | None = None
 
     def cells(self, now_s: float) -> tuple[str, ...]:
         """Return a text for each of `COLUMNS`; "-": not known."""
-        lasted_s = self.ending.lasted_s if self.ending else None
         age_s = None if self.last_s is None else max(now_s - self.last_s, 0.0)
         return (
             clean(self.folder.name),
             self.state,
             f"{self.step}/{self.total}" if self.total else str(self.step),
             *map(short, (self.loss, self.val_loss, self.tokens_per_s)),
-            "-" if lasted_s is None else units.format_duration(lasted_s),
+            "-" if self.ran_s is None else units.format_duration(self.ran_s),
             "-" if age_s is None else f"{units.format_duration(age_s)} ago",
         )
 
@@ -290,6 +291,10 @@ class Listing:
 
 def _row(folder: Path, view: View, now_s: float) -> RunRow:
     state = runs.life_of(folder, view, now_s).state
+    ending, since_s = runs.ending_of(folder, view, state), view.started_s
+    ran_s = ending.lasted_s if ending else None
+    if state in runs.ALIVE and since_s is not None:
+        ran_s = max(now_s - since_s, 0.0)
     return RunRow(
         folder=folder,
         state=state,
@@ -299,7 +304,8 @@ def _row(folder: Path, view: View, now_s: float) -> RunRow:
         val_loss=view.val_loss,
         tokens_per_s=view.last("tokens_per_s"),
         last_s=view.step_time_s,
-        ending=runs.ending_of(folder, view, state),
+        ran_s=ran_s,
+        ending=ending,
     )
 
 

@@ -11,6 +11,7 @@ import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,18 @@ def all_runs(runs_dir: Path) -> list[Path]:
         folders = [
             path for path in runs_dir.resolve().iterdir() if is_run(path) and not path.is_symlink()
         ]
-        return sorted(folders, key=lambda path: path.name, reverse=True)
+        return sorted(folders, key=lambda path: (_started_s(path), path.name), reverse=True)
     return []
+
+
+def _started_s(folder: Path) -> float:
+    """Return the start of a run: the time in its name, or of a name of the user's choice the time
+    of its run.json, which each start writes."""
+    with suppress(ValueError):
+        return datetime.strptime(f"{folder.name[:15]}+0000", "%Y%m%d-%H%M%S%z").timestamp()
+    with suppress(OSError):
+        return os.lstat(folder / "run.json").st_mtime
+    return 0.0
 
 
 def is_run(path: Path) -> bool:

@@ -52,7 +52,8 @@ _ROUNDS = 6
 
 
 class Permutation:
-    """A pseudo-random bijection of [0, size), a function of (size, seed, epoch) alone.
+    """A pseudo-random bijection of [0, size), size at least 1: a function of (size, seed, epoch)
+    alone.
 
     A Feistel network over the bits of size - 1, in two parts that may differ by one bit, permutes
     [0, 2^bits); values outside [0, size) are permuted again until they fall inside
@@ -64,8 +65,6 @@ class Permutation:
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
-        if size < 1:
-            raise ValueError(f"a permutation of {size} elements")
         self.size = size
         digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * (_ROUNDS + 1))
         keys = np.frombuffer(digest.digest(), dtype="<u8").astype(np.uint64)
@@ -208,8 +207,8 @@ class Batches:
         """Start at sample 0.
 
         Args:
-            batch: windows per call and rank.
-            seq_len: tokens per window that are inputs.
+            batch: windows per call and rank, at least 1.
+            seq_len: tokens per window that are inputs, at least 1.
             packing: see [Note: packing]; all but "stream" hold 8 bytes of memory per document.
             rank: of `world`, see [Note: global sample order].
             shuffle: False, for evaluation, leaves out seed and offset: each epoch is the same and
@@ -221,8 +220,6 @@ class Batches:
         Raises:
             DataError: the file is shorter than one window, or lacks what `packing` needs.
         """
-        if batch < 1 or seq_len < 1 or not 0 <= rank < world:
-            raise ValueError(f"batch={batch}, seq_len={seq_len}, rank={rank}, world={world}")
         if packing == "padded" and masking is not None:
             raise ValueError("packing = 'padded' and masking: what pads would be seen")
         if packing != "padded" and len(tokens) < seq_len + 1:

@@ -15,10 +15,11 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from offloadtrain.engine import OffloadOptimizer, optimizer_of
 from offloadtrain.engine.step_report import Phase
@@ -33,11 +34,6 @@ from offloadtrain.integrations.framework_support import (
     state_dict_of,
 )
 from offloadtrain.optim import SGD, Adagrad, AdamW, AnyRule, Lion, UpdateRule
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-else:
-    Trainer = object  # importing transformers takes seconds; the trainer that is mixed in has it
 
 _log = logging.getLogger(__name__)
 
@@ -284,6 +280,10 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         self.lr_scheduler.load_state_dict(schedule)
 
 
+class OffloadTrainer(OffloadMixin):
+    """`transformers.Trainer` over an offloaded model."""
+
+
 def _is_driven(optimizer: OffloadOptimizer | None) -> bool:
     """Tell whether a trainer has made or taken this optimizer."""
     return optimizer is not None and optimizer._prepared
@@ -380,17 +380,3 @@ _RULES: dict[str, Callable[[Any], UpdateRule]] = {
     "adagrad": lambda args: Adagrad(lr=args.learning_rate),
 }
 """`optim` → its update rule."""
-
-
-def __getattr__(name: str) -> Any:
-    """Make `OffloadTrainer` when it is asked for: its base takes seconds to import."""
-    if name != "OffloadTrainer":
-        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
-    from transformers import Trainer
-
-    class OffloadTrainer(OffloadMixin, Trainer):  # type: ignore[misc]
-        """`transformers.Trainer` over an offloaded model."""
-
-    OffloadTrainer.__module__, OffloadTrainer.__qualname__ = __name__, name
-    globals()[name] = OffloadTrainer
-    return OffloadTrainer

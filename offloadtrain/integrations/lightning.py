@@ -14,9 +14,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from offloadtrain.engine import OffloadOptimizer
@@ -29,17 +31,11 @@ from offloadtrain.integrations.framework_support import (
 )
 from offloadtrain.optim import AnyRule
 
-if TYPE_CHECKING:
-    from lightning.pytorch.plugins import Precision
-    from lightning.pytorch.strategies import DDPStrategy
-else:
-    DDPStrategy = Precision = object  # importing lightning takes seconds; see `__getattr__`
-
 _MIXED = {"32-true": "no", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 """Precision of a Trainer → mixed precision."""
 
 
-class _EnginePrecision(Precision):  # type: ignore[misc]
+class EnginePrecision(Precision):  # type: ignore[misc]
     """Backward and clipping by the engine, which casts as well: no autocast, no GradScaler."""
 
     engine: OffloadOptimizer | None = None
@@ -71,7 +67,7 @@ def _through_hooks(method: str) -> Any:
     return step
 
 
-class _Strategy(DDPStrategy):  # type: ignore[misc]
+class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
     """One process per device; the engine reduces gradients and shards state: DDP wraps nothing."""
 
     _engine: OffloadOptimizer | None = None
@@ -82,7 +78,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         """`options`: of `offloadtrain.offload`."""
         self._options = options
-        self._casts = _made("EnginePrecision", _EnginePrecision, "plugins", "Precision")()
+        self._casts: Any = EnginePrecision()
         super().__init__()
 
     @property
@@ -194,20 +190,3 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
 
 def _offload_path(checkpoint: Any) -> Path:
     return Path(f"{checkpoint}.offload")
-
-
-def _made(name: str, mixin: type, module: str, base: str, **members: Any) -> Any:
-    """Return the class that stands before one of Lightning's."""
-    from importlib import import_module
-
-    parent = getattr(import_module(f"lightning.pytorch.{module}"), base)
-    members |= {"__module__": __name__, "__doc__": mixin.__doc__}
-    return type(name, (mixin, parent), members)
-
-
-def __getattr__(name: str) -> Any:
-    """Make `OffloadStrategy` when it is asked for: its base takes seconds to import."""
-    if name != "OffloadStrategy":
-        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
-    strategy = globals()[name] = _made(name, _Strategy, "strategies", "DDPStrategy")
-    return strategy

@@ -34,20 +34,14 @@ def generate(
 
     Args:
         tokens_BT: the prompt, at least one token, on the device of the model.
-        temperature: divides the logits; 0 takes the likeliest token.
+        temperature: divides the logits, at least 0; 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens; 0: among all.
-        top_p: and among the fewest of these whose probabilities reach this sum.
+        top_p: and among the fewest of these whose probabilities reach this sum, in (0, 1].
         generator: makes the choice on its own device, which need not be the model's.
 
     Raises:
-        ValueError: an argument out of range, or logits that are not finite.
+        ValueError: logits are not finite.
     """
-    if tokens_BT.shape[1] < 1:
-        raise ValueError("generate needs a prompt of at least one token")
-    if temperature < 0.0 or top_k < 0:
-        raise ValueError(f"temperature = {temperature} and top_k = {top_k} must not be negative")
-    if not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p = {top_p} must be above 0 and at most 1")
     was_training = model.training
     model.eval()
     try:

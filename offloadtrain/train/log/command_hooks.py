@@ -9,11 +9,10 @@ twice the limit. What a command prints is dropped.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,12 +43,9 @@ class CommandHooks:
         self._facts = {"RUN": str(run.resolve()), "NAME": config.name}
         self._warn, self._limit_s = warn, limit_s
         self._failed_keys: set[str] = set()
-        self._waiting: queue.Queue[tuple[str, list[str], dict[str, str]] | None]
-        self._waiting = queue.Queue(_MOST_WAITING)
-        self._thread: threading.Thread | None = None
-        if self._on_alert or self._on_end:
-            self._thread = threading.Thread(target=self._run_all, name="hooks", daemon=True)
-            self._thread.start()
+        # Its thread starts with the first command.
+        self._pool = ThreadPoolExecutor(1, "hooks")
+        self._commands: list[Future[None]] = []
 
     def alert(self, alert: schema.Alert) -> None:
         """Run `train.on_alert` for an alert that is raised."""
@@ -72,30 +68,25 @@ class CommandHooks:
 
     def close(self) -> None:
         """Wait for the commands, for at most twice the limit; the others are dropped."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        with suppress(queue.Full):
-            self._waiting.put_nowait(None)
-        thread.join(2 * self._limit_s)  # the end of the run waits here for its commands
-        if thread.is_alive():
+        left = wait(self._commands, 2 * self._limit_s).not_done
+        for command in left:
+            command.cancel()
+        if left:
             self._fail("train.on_alert", "commands were still waiting at the end, and are dropped")
 
     def _add(self, key: str, command: tuple[str, ...], facts: Mapping[str, object]) -> None:
         if not command:
             return
-        variables = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
-        try:
-            # Hand-over to the thread of the commands, which owns the lists from here on.
-            self._waiting.put_nowait((key, list(command), self._facts | variables))
-        except queue.Full:
+        if sum(not earlier.done() for earlier in self._commands) > _MOST_WAITING:
             self._fail(key, f"{_MOST_WAITING} commands are waiting already: this one is dropped")
+            return
+        variables = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
+        submitted = self._pool.submit(self._run_one, key, list(command), self._facts | variables)
+        self._commands.append(submitted)
 
-    def _run_all(self) -> None:
-        while (item := self._waiting.get()) is not None:  # waits for the next event
-            key, command, facts = item
-            if problem := _run(command, facts, self._limit_s):
-                self._fail(key, f"{command[0]}: {problem}")
+    def _run_one(self, key: str, command: list[str], facts: Mapping[str, str]) -> None:
+        if problem := _run(command, facts, self._limit_s):
+            self._fail(key, f"{command[0]}: {problem}")
 
     def _fail(self, key: str, problem: str) -> None:
         if key not in self._failed_keys:

@@ -210,7 +210,9 @@ class OptimConfig:
         (0.9, 0.95),
         ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
     )
-    eps: float = ranged(1e-8, POSITIVE)
+    eps: float = ranged(
+        1e-8, ((lambda value: value >= 1.2e-38), "at least 1.2e-38, the smallest number of fp32")
+    )
     momentum: float = ranged(0.9, NOT_NEGATIVE)
     dampening: float = ranged(0.0, ((lambda value: value <= 1), "at most 1"))
     nesterov: bool = False
@@ -272,6 +274,11 @@ def optim_contradictions(optim: OptimConfig, offload: OffloadConfig) -> Iterator
             'offload.state = "split16" of optim.name = "muon" is for state on the host: the '
             'device\'s kernels for matrices are of fp32 state; use "fp32", or offload.state_on = '
             '"host"',
+        ),
+        (
+            offload.skip_unused and optim.name in ("muon", "lamb"),
+            f"offload.skip_unused = {toml.shown([*offload.skip_unused])} and optim.name = {name}, "
+            'which updates whole tensors: leave it out, or set optim.name = "adamw"',
         ),
         (
             is_muon and offload.update == "speculative",

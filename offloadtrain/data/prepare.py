@@ -179,7 +179,7 @@ def prepare(
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         raise (OffloadTrainError if full else DataError)(
-            f"cannot prepare {error.filename or out}: {error.strerror or error}"
+            f"cannot prepare {error.filename2 or error.filename or out}: {error.strerror or error}"
         ) from error
     except BrokenExecutor as error:
         raise OffloadTrainError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import InputError
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.engine.bucket import Bucket, Delivered, Slot
 from offloadtrain.engine.division import entries_in
@@ -39,7 +39,7 @@ OTHERS = -1
 """Steps of an expert that another rank holds."""
 
 
-class SkipError(OffloadTrainError, ValueError):
+class SkipError(InputError, ValueError):
     """`skip_unused` names what cannot be skipped."""
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
+from offloadtrain.config.errors import DeviceMemoryError, InputError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OptionError
 from offloadtrain.hardware.machine import Machine
@@ -24,6 +24,10 @@ from offloadtrain.step.layout.step_spec import StepSpec
 
 class PlanError(OffloadTrainError):
     """The requested placement is impossible."""
+
+
+class PlanOptionError(InputError, PlanError):
+    """It is impossible whatever the memory: the job is wrong."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +186,13 @@ def place(
             parts=config.ranks.tensor,
             **rows,
         )
-    except (DeviceMemoryError, OptionError) as error:
+    except DeviceMemoryError as error:
         raise PlanError(f"offload.{error}") from None
+    except OptionError as error:
+        raise PlanOptionError(f"offload.{error}") from None
     of_matrices = isinstance(update_rule(config.optim), MatrixRule)
     if of_matrices and not any(bucket.matrices for bucket in spec.buckets):
-        raise PlanError(
+        raise PlanOptionError(
             'optim.name = "muon" updates the matrices of layers in a list, and the model has no '
             'such list that is trained: use optim.name = "adamw", or more layers'
         )

@@ -16,6 +16,7 @@ runs/latest             → the newest that has taken a step
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -33,7 +34,7 @@ from typing import Any
 
 from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.boundary.safe_write import own_folder, replace_file
-from offloadtrain.config.errors import ConfigError, InputError
+from offloadtrain.config.errors import ConfigError, InputError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import Precision
 from offloadtrain.events import set_up_file
@@ -162,6 +163,7 @@ class RunFolder:
 
         Raises:
             RunFolderError: it cannot be made, or another start has made it meanwhile.
+            OffloadTrainError: the disk is full or fails.
         """
         if not self._is_new or self._lock >= 0:
             return
@@ -179,6 +181,7 @@ class RunFolder:
 
         Raises:
             RunFolderError: it cannot be made, or another start has begun in it meanwhile.
+            OffloadTrainError: the disk is full or fails.
         """
         self.announce()
         self._is_permanent = self._is_permanent or not self._is_new
@@ -192,8 +195,12 @@ class RunFolder:
         except OSError as error:
             raise self._cannot_be_made(error) from error
 
-    def _cannot_be_made(self, error: OSError) -> RunFolderError:
-        return RunFolderError(f"the run folder cannot be made at {self.path}: {error.strerror}")
+    def _cannot_be_made(self, error: OSError) -> OffloadTrainError:
+        at = Path(error.filename2 or error.filename or self.path)
+        at = at if at.is_relative_to(self.path) else self.path
+        is_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+        kind = OffloadTrainError if is_disk else RunFolderError
+        return kind(f"the run folder cannot be made at {at}: {error.strerror}")
 
     def join(self, path: Path) -> None:
         """Use the folder that rank 0 has made.
@@ -457,6 +464,7 @@ class Opened:
 
         Raises:
             RunFolderError: the folder cannot be made, or another start has begun in it meanwhile.
+            OffloadTrainError: the disk is full or fails.
         """
         if ranks.rank == 0:
             self.run.begin(resolved, None if self.checkpoint else job)

@@ -22,6 +22,7 @@ from offloadtrain.config.job import Config, as_tables, with_defaults
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.toml import field_kinds
 from offloadtrain.config.units import format_bytes
+from offloadtrain.engine import EngineError
 from offloadtrain.parallel.unused_experts import merged_steps
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, save
@@ -160,7 +161,13 @@ class Saving:
         for code, message in self._changes(source):
             self._log.warn(code, message)
         context = self._context
-        delayed = restore(source, context.model.module, context.optimizer, context.ranks)
+        try:
+            delayed = restore(source, context.model.module, context.optimizer, context.ranks)
+        except EngineError as error:
+            raise ConfigError(
+                f"{source.path} does not hold the state of optim.name = "
+                f"{self._config.optim.name!r}: {error}. Set [optim] as it was, or start a new run"
+            ) from error
         state, ranks = source.state, context.ranks
         context.optimizer.finish_load(**state["optimizer"], delayed=delayed)
         context.batches.load_state_dict(state["data"])

@@ -83,6 +83,18 @@ BAD_ARGUMENTS: list[tuple[list[str], int, str]] = [
     (["plan", "job.toml", "--machine", "h100", "--gpu-memory", NINES], 2, "--gpu-memory"),
     (["plan", "job.toml", "--machine", "cpu2", "--sweep", f"gpus={NINES}"], 2, "--sweep"),
     (["plan", "job.toml", "--machine", "cpu2", "--gpus", "70000"], 2, "--gpus 70000"),
+    *(
+        (["plan", "job.toml", "--machine", "cpu2", *gpus, "--set", *keys], 2, message)
+        for gpus, keys, message in (
+            (
+                (),
+                ["offload.zero_stage=3", "offload.keep_whole=['nope']"],
+                "keep_whole = 'nope' matches no module",
+            ),
+            ((), ["offload.activation=recompute", "offload.partition_activations=true"], "'tp'"),
+            (("--gpus", "2"), ["offload.working=host", "offload.zero_stage=1"], "zero_stage = 3"),
+        )
+    ),
     (["cp", LONG], 2, "no such file"),
     (["cp", "demo", LONG], 2, "File name too long"),
     (["prepare", "text", "out", "--jobs", "-1"], 2, "jobs = -1"),

@@ -127,7 +127,7 @@ BAD_VALUES = [
     ("optim.betas=0.9", "optim.betas = 0.9 must be a list of 2 numbers"),
     ("optim.betas=[0.9]", "optim.betas = [0.9] must be a list of 2 numbers"),
     ("optim.betas=[0.9, 1]", "optim.betas = (0.9, 1.0) must be each from 0 to below 1"),
-    ("optim.eps=0", "optim.eps = 0.0 must be above 0"),
+    ("optim.eps=1e-39", "optim.eps = 1e-39 must be at least 1.2e-38, the smallest number of fp32"),
     ("optim.weight_decay=-0.1", "optim.weight_decay = -0.1 must be 0 or more"),
     ("offload.clip_norm=-1", "offload.clip_norm = -1.0 is not positive"),
     ("optim.min_lr_ratio=1.5", "optim.min_lr_ratio = 1.5 must be from 0 to 1"),
@@ -245,6 +245,13 @@ BAD_TOGETHER = [
         ["offload.activation=offload_saved", "ranks.tensor=2"],
         "offload.activation = 'offload_saved' with stages or parts "
         "(ranks.pipeline, ranks.tensor, ranks.expert)",
+    ),
+    *(
+        (
+            [f"optim.name={rule}", "model.num_experts=4", 'offload.skip_unused=["*.experts.*"]'],
+            f"offload.skip_unused = ['*.experts.*'] and optim.name = '{rule}', which updates whole",
+        )
+        for rule in ("muon", "lamb")
     ),
     (["train.z_loss=0.1"], "train.z_loss = 0.1 needs train.chunked_loss = true"),
     (
@@ -569,7 +576,7 @@ def _any_of(kind: Any) -> st.SearchStrategy[Any]:
     return {
         str: st.text(st.characters(codec="utf-8")),
         int: st.integers(1, 2**63 - 1),
-        float: st.floats(1e-300, 0.999),
+        float: st.floats(1e-37, 0.999),
         bool: st.booleans(),
     }[kind]
 
@@ -610,10 +617,13 @@ _USED = {
 
 
 @st.composite
-def _optims(draw: st.DrawFn, state: str, state_on: Any, update: str, steps: int) -> OptimConfig:
+def _optims(
+    draw: st.DrawFn, state: str, state_on: Any, update: str, steps: int, skips_unused: bool
+) -> OptimConfig:
     refused = {"adagrad", "muon"} if state == "int8" else set()
     refused |= {"muon"} if state == "split16" and state_on != "host" else set()
     refused |= {"muon"} if update == "speculative" else set()
+    refused |= {"lamb", "muon"} if skips_unused else set()
     name = draw(st.sampled_from(sorted(_USED.keys() - refused)))
     unused = set.union(*_USED.values()) - _USED[name] | {"nesterov"}
     defaults = {key: st.just(getattr(OptimConfig(), key)) for key in unused}
@@ -683,6 +693,7 @@ def _configs(draw: st.DrawFn) -> Config:
     varlen = packing == "isolated" and activation != "offload_saved" and draw(st.booleans())
     data |= {"packing": st.just(packing), "varlen_attention": st.just(varlen)}
     undropped: dict[str, Any] = {"dropout": st.just(0.0)} if varlen else {}
+    options = draw(_offload(**offload))
     return Config(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")),
         runs_dir=draw(_PATHS),
@@ -703,8 +714,8 @@ def _configs(draw: st.DrawFn) -> Config:
             )
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
-        optim=draw(_optims(state, state_on, update, steps)),
-        offload=draw(_offload(**offload)),
+        optim=draw(_optims(state, state_on, update, steps, bool(options.skip_unused))),
+        offload=options,
         device=draw(
             _section(
                 DeviceConfig,

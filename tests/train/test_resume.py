@@ -174,6 +174,8 @@ def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
         run(small_job(tmp_path, "model.num_heads=4"), path, resume="auto")
     with pytest.raises(ConfigError, match="precision"):
         run(small_job(tmp_path, "offload.precision=fp32"), path, resume="auto")
+    with pytest.raises(ConfigError, match=r"does not hold the state of optim\.name = 'sgd': '"):
+        run(small_job(tmp_path, "optim.name=sgd"), path, resume="auto")
     assert run(small_job(tmp_path, "optim.lr=5e-3"), path, resume="auto") == 0
     changed = [e.message for e in events_of(path, schema.Warning_) if e.code == "job-changed"]
     assert changed == ["changed since the checkpoint: optim.lr: 0.01 -> 0.005"]

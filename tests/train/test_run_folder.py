@@ -18,10 +18,12 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from offloadtrain_tui.reading.log_reader import list_runs
 
+from offloadtrain.cli.exit_codes import FAILED, USAGE, of_error
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
@@ -279,6 +281,23 @@ def test_a_folder_that_cannot_be_made_or_is_no_run_is_one_sentence(tmp_path: Pat
         made(tmp_path / "file" / "runs")
     with pytest.raises(RunFolderError, match=r"cannot be made at .*file: File exists"):
         made(tmp_path, path=tmp_path / "file")
+
+
+def test_what_stops_a_start_is_named_and_a_full_disk_is_no_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    (tmp_path / "run" / "resolved.toml").mkdir()
+    with RunFolder(tmp_path / "run") as run:
+        with pytest.raises(RunFolderError, match=r"run/resolved\.toml: Is a directory$") as named:
+            run.begin("")
+        assert of_error(named.value) == USAGE
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            full = OSError(code, os.strerror(code))
+            monkeypatch.setattr(run_folder, "replace_file", Mock(side_effect=full))
+            with pytest.raises(OffloadTrainError, match=rf"run: {full.strerror}$") as refused:
+                run.begin("")
+            assert of_error(refused.value) == FAILED
 
 
 # ---- starts: one that comes to nothing changes nothing

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import schema
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.manifest import CheckpointError
-from offloadtrain.train.run_folder import RunFolderError
 from offloadtrain.train.trainer import Trainer
 from tests.train.small_job import events_of, run, small_job
 from tests.train.storage.saves import Case, refuse_damage
@@ -83,7 +82,7 @@ def _checked(root: Path, disk: Path) -> str:
     try:
         with redirect_stdout(output), redirect_stderr(output):
             code = run(job, path)
-    except (CheckpointError, RunFolderError) as error:
+    except OffloadTrainError as error:
         assert "\n" not in str(error), error
         if path.exists():
             checkpoint.newest_good(path / "checkpoints", refuse_damage)

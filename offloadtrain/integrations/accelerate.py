@@ -122,13 +122,11 @@ def _clip(
     """`Accelerator.clip_grad_norm_`, which looks at the gradients of single parameters before it
     clips: among ranks these are in shards."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if norm_type == 2 and _trained(optimizer) <= set(params):
+    groups = optimizer.param_groups
+    trained = {p for group in groups for p in group["params"] if p.requires_grad}
+    if norm_type == 2 and trained <= set(params):
         return optimizer.clip_grad_norm_(max_norm)
     return otherwise(params, max_norm, norm_type)
-
-
-def _trained(optimizer: OffloadOptimizer) -> set[Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _weights(

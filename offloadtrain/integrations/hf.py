@@ -368,14 +368,12 @@ def _adamw(args: Any) -> UpdateRule:
     )
 
 
-def _lion(args: Any) -> UpdateRule:
-    return Lion(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2))
-
-
 _RULES: dict[str, Callable[[Any], UpdateRule]] = {
     "adamw_torch": _adamw,
     "adamw_torch_fused": _adamw,
-    "lion_32bit": _lion,
+    "lion_32bit": lambda args: Lion(
+        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2)
+    ),
     "sgd": lambda args: SGD(lr=args.learning_rate),
     "adagrad": lambda args: Adagrad(lr=args.learning_rate),
 }

@@ -76,11 +76,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch from pinned memory: asynchronous; torch keeps that memory until it is done."""
     if device.type == "cpu":
         return batch
-    tokens_BT, targets_BT, positions_BT = (
-        None if part is None else part.pin_memory().to(device, non_blocking=True) for part in batch
+    pinned_batch = pinned(batch, device)
+    return Batch(
+        *(None if x is None else x.to(device, non_blocking=True) for x in pinned_batch)  # type: ignore[arg-type]
     )
-    assert tokens_BT is not None and targets_BT is not None
-    return Batch(tokens_BT, targets_BT, positions_BT)
 
 
 class LateLoss:

@@ -199,9 +199,9 @@ def _build(
 ) -> TrainingContext:
     """Build data, model and engine; the console shows how far it is."""
     console.doing("preparing data and model")
-    ranks = ALONE if distributed is None else distributed.ranks
-    rank_info = None if distributed is None else distributed.rank_info
-    context = assemble(config, ranks, rank_info, opened.settings)
-    if distributed is not None:
-        console.say(explain(config, context.local, ranks.size))
+    if distributed is None:
+        return assemble(config, ALONE, None, opened.settings)
+    ranks = distributed.ranks
+    context = assemble(config, ranks, distributed.rank_info, opened.settings)
+    console.say(explain(config, context.local, ranks.size))
     return context

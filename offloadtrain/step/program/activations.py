@@ -139,15 +139,13 @@ class ActivationPath:
             # A saved tensor that came back stays while its graph lives: others may read it too.
             if not (self._stays and (before.handed_over or before.there in self._leaving)):
                 self._fetch(before)
-        if on_device:
-            # Compute made it: nothing to wait for. The queue still owns it, until its copy is done.
-            entry.handed_over = True
-            return
-        # Compute waits for this input only: the next one arrives during the block's backward.
-        self._order.needs(Lane.COMPUTE, [entry.back], "recompute")
         entry.handed_over = True
-        # Compute has waited and is the only user from here on: autograd owns the memory.
-        self._order.forget([entry.back])
+        # What compute made and the queue still owns, until its copy is done, needs no wait.
+        if not on_device:
+            # Compute waits for this input only: the next one arrives during the block's backward.
+            self._order.needs(Lane.COMPUTE, [entry.back], "recompute")
+            # Compute has waited and is the only user from here on: autograd owns the memory.
+            self._order.forget([entry.back])
 
     def _before(self, entry: _Saved) -> Iterator[_Saved]:
         """Yield the inputs saved before this one in the same forward, the last first."""

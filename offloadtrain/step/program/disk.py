@@ -34,7 +34,7 @@ from offloadtrain.step.program.places import BucketRefs
 
 
 class DiskPath:
-    """Gives slots to buckets whose state is on the disk.
+    """Gives slots to buckets whose state is on the disk; does nothing for other buckets.
 
     Attributes:
         count: the number of slots.
@@ -49,7 +49,7 @@ class DiskPath:
 
     def read(self, bucket: BucketRefs) -> None:
         """Launch what brings the state into a slot, unless it is in one."""
-        if bucket in self._slots:
+        if not bucket.state_files or bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -68,8 +68,9 @@ class DiskPath:
         """Launch what brings new state from its slot to the file."""
         # disk_write, during the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
-        state, file = bucket.state(), bucket.state_files
-        self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
+        if file := bucket.state_files:
+            state = bucket.state()
+            self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
 
     def forget(self) -> None:
         """The lanes are empty, and the files may change past them."""
@@ -99,8 +100,7 @@ class SavePath:
     def save(self) -> None:
         """Launch the writes of everything, and the copies into the spill that some of them read."""
         for bucket in self._trained:
-            if bucket.state_files:
-                self._disk.read(bucket)
+            self._disk.read(bucket)
             # What the spill does not hold. All of a field, though its end is in the spill: a window
             # of the file may go on into it.
             ends = {part.field: part.lo for part in bucket.spilled}
@@ -129,8 +129,7 @@ class SavePath:
     def average(self) -> None:
         """Launch what reads the masters for a moving average."""
         for bucket in self._trained:
-            if bucket.state_files:
-                self._disk.read(bucket)
+            self._disk.read(bucket)
             # State on the host: on the lane of the updates, after all of them, during the next
             # forward. State on the device: during its next steps; the bucket's next update waits.
             lane = Lane.HOST if bucket.lane is Lane.HOST else Lane.WRITE

@@ -123,8 +123,7 @@ class UpdatePath:
         """Launch the operations before `adam`, for matrices; see [Note: Matrices]."""
         if bucket.directions is None:
             return
-        if bucket.state_files:
-            self._disk.read(bucket)
+        self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, while the device works on the matrices of the previous block. It waits for the last
@@ -132,8 +131,7 @@ class UpdatePath:
         self._order.launch(
             Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
         )
-        if bucket.state_files:
-            self._disk.write(bucket)
+        self._disk.write(bucket)
         for matrix in bucket.matrices:
             self._orthogonalize(bucket, bucket.directions, matrix)
         self._gradients.changed(bucket.gradient)
@@ -167,8 +165,7 @@ class UpdatePath:
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
         """Launch the update of a bucket, for matrices after `begin`; return where the new working
         weights are staged."""
-        if bucket.state_files:
-            self._disk.read(bucket)
+        self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
@@ -189,8 +186,7 @@ class UpdatePath:
         )
         self._gradients.used(bucket.gradient)
         self._keep_weight(bucket, staged)
-        if bucket.state_files:
-            self._disk.write(bucket)
+        self._disk.write(bucket)
         return staged
 
     def _keep_weight(self, bucket: BucketRefs, staged: Ref) -> None:
@@ -231,8 +227,7 @@ class UpdatePath:
         if renewed:
             self._order.operations.append(Renew(block))
             # A slot still holds the old weights: the next use must load the new ones.
-            if self._streaming.slots:
-                self._streaming.drop(block)
+            self._streaming.drop(block)
 
     def enter_version(self, blocks: Iterable[BlockRefs], by: int) -> None:
         """Let parameters be the version of the weights that compute reads from here on; `by`: see
@@ -349,8 +344,7 @@ class UpdatePath:
         # The weights that loads read are those in the state's file.
         if bucket.source_kind is Memory.STATE_FILE:
             return bucket.load_source
-        if bucket.state_files:
-            self._disk.read(bucket)
+        self._disk.read(bucket)
         # The new weights may lie over the gradient, which nothing needs any more.
         self._gradients.acquire(bucket.gradient, keep=False)
         staged = self._staged(bucket)

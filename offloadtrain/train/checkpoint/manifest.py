@@ -217,10 +217,6 @@ class Manifest:
         more = f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""
         return f"; it lacks {lost[0].kind} of '{lost[0].name}'{more}"
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name → shape."""
-        return {entry.name: entry.shape for entry in self.entries}
-
 
 def write_manifest(
     step: int, sizes: Mapping[str, int], state: bytes, entries: Iterable[Entry]

@@ -70,7 +70,7 @@ def read_whole(source: Checkpoint, entry: Entry) -> torch.Tensor:
         DamagedCheckpointError: its bytes have changed.
     """
     values = torch.empty(entry.count, dtype=DTYPES[entry.dtype], device="cpu")
-    read(source.path, [Reading.all_of(entry, _bytes(values))])
+    read(source.path, [Reading.all_of(entry, values.view(torch.uint8))])
     is_whole = (entry.lo, entry.hi) == (0, entry.count) == (0, math.prod(entry.shape))
     return values.as_strided(entry.shape, entry.stride) if is_whole else values
 
@@ -123,7 +123,8 @@ def _direct(entries: Iterable[Entry], state: OwnState) -> Iterator[Reading]:
             continue
         # Pieces start on multiples of `per`, which the last one may end within.
         size, last = view.element_size(), -(-hi // per)
-        target = _bytes(view)[(lo - state.lo) // per * size : (last - state.lo // per) * size]
+        first_byte, end = (lo - state.lo) // per * size, (last - state.lo // per) * size
+        target = view.view(torch.uint8)[first_byte:end]
         first = (lo - entry.lo) // per * size
         yield Reading(entry, first, first + target.numel(), target)
 
@@ -187,7 +188,7 @@ def _check_same_model(
     trained_own = [name for name, state in states.items() if UNTRAINED not in state[0].fields]
     of_ranks = ranks.gather((list(local_shapes.items()), trained_own))
     current = {name: tuple(shape) for shapes, _ in of_ranks for name, shape in shapes}
-    saved = checkpoint.manifest.shapes()
+    saved = {entry.name: entry.shape for entry in checkpoint.manifest.entries}
     names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if names:
         shown = [f"  {n}: {_of(saved, n)} in the checkpoint, {_of(current, n)} here" for n in names]
@@ -208,11 +209,6 @@ def _check_same_model(
 
 def _of(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
     return "x".join(map(str, shapes[name])) or "scalar" if name in shapes else "absent"
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """View a 1-D tensor as (n,) uint8."""
-    return values.view(torch.uint8)
 
 
 _DECODED = 1 << 18

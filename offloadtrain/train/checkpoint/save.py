@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -342,7 +342,8 @@ class Save:
         steady = params.keys() - changing
         self._frozen = {name: tensor for name, tensor in extra.items() if name in steady}
         self._versions = {name: tensor._version for name, tensor in self._frozen.items()}
-        self._writer: TensorWriter | None = None
+        self._writer: TensorWriter
+        self._open = ExitStack()  # closes the writer, once there is one
         try:
             with checkpoint.together(ranks, self._failure):
                 if ranks.rank == 0:
@@ -352,6 +353,7 @@ class Save:
             with checkpoint.together(ranks, self._failure):
                 require_space(folder, size_of(self._regions), ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
+                self._open.callback(self._writer.close)
             self._write_others({name: x for name, x in extra.items() if name not in steady})
             optimizer.write_state(self)
         except BaseException:
@@ -360,7 +362,6 @@ class Save:
 
     def write(self, bucket: str, parts: Sequence[tuple[Written, torch.Tensor]]) -> None:
         """Write parts of the buffers of a bucket."""
-        assert self._writer is not None
         regions = [region for region in self._regions if region.owner == bucket]
         # A shard that is all padding has no region.
         if regions:
@@ -371,13 +372,11 @@ class Save:
 
     def finish(self) -> None:
         """Write the parameters that are never trained, and end the file."""
-        assert self._writer is not None
         self._write_others(self._frozen)
         self._writer.finish()
         self.written = True
 
     def _write_others(self, tensors: Tensors) -> None:
-        assert self._writer is not None
         regions = {region.owner: region for region in self._regions}
         self._writer.write(
             Part(regions[name], tensor, 0, tensor.numel()) for name, tensor in tensors.items()
@@ -392,7 +391,6 @@ class Save:
                 parameter was changed meanwhile. In all cases the partial checkpoint is removed, and
                 older ones are untouched.
         """
-        assert self._writer is not None
         # This rank's part is on the disk, or has failed; the exchange below says so of all.
         self._optimizer.finish_writing()
         try:
@@ -443,9 +441,8 @@ class Save:
 
     def give_up(self) -> None:
         """Remove what was written of it. Idempotent."""
-        if self._writer is not None:
-            with suppress(OSError):  # of a file that nobody wants any more
-                self._writer.close()
+        with suppress(OSError):  # of a file that nobody wants any more
+            self._open.close()
         if self._ranks.rank == 0:
             with suppress(OSError):  # else `clean` does it, before the next save
                 atomic_io.remove_folder(self._unfinished)

@@ -110,7 +110,7 @@ def config_of(values: Mapping[str, Any]) -> Any:
 
 
 def empty_model(config: Any, lora: Lora | None) -> Any:
-    """Return the model of a configuration, with adapters, on the meta device."""
+    """Return the model of a configuration, with adapters, on the meta device. Draws nothing."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -128,7 +128,10 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
             f"{MOST_PARAMS:,} are planned"
         )
     CausalLm.of(model)
-    return freeze_other_modalities(model if lora is None else _with_adapters(model, lora))
+    if lora is not None:
+        with torch.random.fork_rng(devices=[]):  # PEFT draws them on the host
+            model = _with_adapters(model, lora)
+    return freeze_other_modalities(model)
 
 
 def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:

@@ -427,6 +427,17 @@ def test_of_several_modalities_the_language_model_is_trained(tmp_path: Path) -> 
         assert torch.equal(after[name], before[name]) != trained, name
 
 
+def test_a_plan_with_a_trace_leaves_the_dropout_of_adapters_as_it_is(tmp_path: Path) -> None:
+    """PEFT draws adapters also of an empty model."""
+    adapters = (LORA.replace("}", ", dropout = 0.1}"), "train.steps=2", "train.eval_every=0")
+    histories = []
+    for activation in ("keep", "offload_saved"):
+        job = hf_job_of(tmp_path, "llama", *adapters, f"offload.activation={activation}")
+        assert run(job, tmp_path / activation) == 0
+        histories.append(history(tmp_path / activation))
+    assert histories[0] == histories[1]
+
+
 def test_random_weights_are_those_that_transformers_draws(tmp_path: Path) -> None:
     job = described(hf_job_of(tmp_path, "gpt2", "model.init=random", "offload.precision=bf16"))
     assert job.hf is not None

@@ -363,11 +363,12 @@ def _why_not(files: Sequence[SourceFile], tally: _Tally) -> str:
         problem = "no line holds text"
     else:
         problem = (
-            "a single document, so none can be held out: --val-fraction 0 (in a job, "
-            "data.val_fraction)"
+            "it has a single document, so none can be held out for validation: give "
+            "--val-fraction 0 (in a job, data.val_fraction = 0)"
         )
+    skipped = f" ({tally.skipped_lines} skipped)" if tally.skipped_lines else ""
     left_out = "".join(f"\nleft out: {line}" for line in tally.skipped)
-    return f"{where}: {problem} ({tally.skipped_lines} skipped){left_out}"
+    return f"{where}: {problem}{skipped}{left_out}"
 
 
 def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:

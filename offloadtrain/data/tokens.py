@@ -219,7 +219,8 @@ class TokenFile:
 def _parse_header(path: Path, page: bytes) -> TokenHeader:
     if not page.startswith(MAGIC):
         raise DataError(
-            f"{path} is not a token file (it begins with {page[:8]!r}); "
+            f"{path} is not a token file "
+            f"({f'it begins with {page[:8]!r}' if page else 'it is empty'}); "
             f"make one with `offloadtrain prepare`"
         )
     if len(page) < HEADER_BYTES:

@@ -19,6 +19,7 @@ from typing import Any
 
 from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.boundary.safe_write import own_folder, replace_file
+from offloadtrain.config.errors import InputError
 
 ACTIONS = ("checkpoint", "stop", "abort", "note", "acknowledge")
 LONGEST_NOTE = 1000
@@ -29,7 +30,7 @@ _SETTLED_S = 0.1
 timestamp."""
 
 
-class RequestError(Exception):
+class RequestError(InputError):
     """The request cannot be made."""
 
 

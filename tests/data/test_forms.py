@@ -312,7 +312,8 @@ def test_conversations_as_people_have_them(tmp_path: Path, folder: Path) -> None
             prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
         assert "--bad-lines" not in str(raised.value), "it may leave out all records"
     source = _jsonl(tmp_path / "one", rows[:2])
-    with pytest.raises(DataError, match=r"single document.*--val-fraction 0.*\nleft out: .*:2: no"):
+    message = r"single document.*--val-fraction 0.*skipped\)\nleft out: .*:2: no"
+    with pytest.raises(DataError, match=message):
         prepare(source, tmp_path / "one", tokenizer=str(folder), bad_lines="skip")
 
 

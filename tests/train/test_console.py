@@ -90,6 +90,17 @@ def test_the_set_up_shows_its_progress() -> None:
 # ---- lines
 
 
+def test_a_phase_of_one_part_is_named_once() -> None:
+    clock, stream = Clock(), io.StringIO()
+    console = Console(stream, clock=clock)
+    console.doing("evaluating")
+    HEARTBEAT.advance("evaluating", 1 << 30, 4 << 30)
+    clock.now += 8
+    console.fill_silence()
+    assert stream.getvalue() == "... evaluating 25% (1.0 GiB of 4.0 GiB): 8s so far\n"
+    console.doing("step 1")
+
+
 def test_a_step_line_says_it_all() -> None:
     clock = format_clock(NOW_S + 4000, NOW_S)
     assert line_of() == (

@@ -7,6 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from offloadtrain_tui import pictures, svg
 from offloadtrain_tui.keys import PANELS, with_keys
 
 from offloadtrain.cli.main import main
+from offloadtrain.config.errors import ConfigError
 from tests.tui.conftest import GENERATED_STEPS, GPUS
 from tests.tui.recordings import plain, start, write
 from tests.tui.test_app import text, watching
@@ -111,13 +113,19 @@ def test_a_picture_is_svg_or_png_by_its_name(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     picture = tmp_path / "a.png"
-    assert svg.write(picture, "<svg/>").endswith("install it, or write .svg")
-    assert svg.write(tmp_path / "a.jpg", "<svg/>").endswith("ends in .svg or .png")
-    for status, problem in ((0, ""), (1, f"{picture}: broken")):
-        converter = tmp_path / svg.CONVERTER
+    with pytest.raises(ConfigError, match=r"install it, or write \.svg"):
+        svg.write(picture, "<svg/>")
+    with pytest.raises(ConfigError, match=r"ends in \.svg or \.png"):
+        svg.write(tmp_path / "a.jpg", "<svg/>")
+    converter = tmp_path / svg.CONVERTER
+    for status, ends in (
+        (0, nullcontext()),
+        (1, pytest.raises(ConfigError, match=f"{picture.name}: broken")),
+    ):
         converter.write_text(f"#!/bin/sh\nread -r x; echo $x > $2; echo broken >&2; exit {status}")
         converter.chmod(0o700)
-        assert svg.write(picture, "<svg/>\n") == problem
+        with ends:
+            svg.write(picture, "<svg/>\n")
     assert picture.read_text() == "<svg/>\n" and not (tmp_path / "a.jpg").exists()
     folder = write(tmp_path / "run", plain(3))
     assert main(["tui", str(folder), "--screenshot", str(picture)]) == 2

@@ -45,7 +45,7 @@ def test_a_rank_has_the_history_of_its_own_gpu() -> None:
         shown = plot(KINDS["power"], view(uuid=uuid))
         assert list(shown.curves[0].series.values) == [first + number for number in range(10)]
         assert shown.axis == ("45s before", "last sample")
-    assert not view(uuid="GPU-9").history.gpu.times, "it is not on this machine"
+    assert not view(uuid="GPU-9").history.systems.gpu.times, "it is not on this machine"
     shown = plot(KINDS["nvlink"], view(uuid="GPU-1", nvlink=25e9))
     assert [curve.series.last(curve.length) for curve in shown.curves] == [25e9, 25e9]
     assert shown.is_mirrored and shown.kind.form(25e9) == "25"
@@ -59,7 +59,7 @@ def test_a_moment_has_the_samples_until_then_and_zoom_the_newest() -> None:
     for number in range(100):
         history.add(BEGIN_S + number, [{"power_w": float(number)}], "")
     assert list(history.series["power_w"].values)[-1] == 99.0, "the only GPU needs no name"
-    newest.history.gpu = history
+    newest.history.systems.gpu = history
     assert plot(KINDS["power"], newest, 4).window.lo == 75
 
 

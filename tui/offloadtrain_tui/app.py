@@ -377,9 +377,7 @@ class Monitor(App[None]):
         self.settle()
 
     def action_live(self) -> None:
-        if isinstance(self.clock, ReplayClock):
-            self.clock.move(self.clock.end_s)
-        self.change(replace(self.shown, cursor=None))
+        self._go_to(replace(self.shown, cursor=None))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """End has priority over tables; in a text field and in a dialog it is theirs."""
@@ -439,32 +437,31 @@ class Monitor(App[None]):
         self._request("end the run?", choices)
 
     def action_note(self) -> None:
-        if self._may_ask():
-            self._ask(Ask("a note for the run's log"), partial(self._send, "note"))
+        if folder := self._folder_to_ask():
+            self._ask(Ask("a note for the run's log"), partial(self._send, folder, "note"))
 
     def action_acknowledge(self) -> None:
         alerts = self.shown.view.active_alerts()
-        if alerts and self._may_ask():
-            self._send("acknowledge", alerts[-1].code)
+        if alerts and (folder := self._folder_to_ask()):
+            self._send(folder, "acknowledge", alerts[-1].code)
 
     def _request(self, question: str, choices: dict[str, str]) -> None:
-        if self._may_ask():
-            self._ask(Confirm(f"{self.shown.snapshot.name}: {question}", choices), self._send)
+        if folder := self._folder_to_ask():
+            dialog = Confirm(f"{self.shown.snapshot.name}: {question}", choices)
+            self._ask(dialog, partial(self._send, folder))
 
-    def _may_ask(self) -> bool:
+    def _folder_to_ask(self) -> Path | None:
+        """Return the folder of the run, if it answers requests; else say why it does not."""
         snapshot = self.shown.snapshot
         if self.shown.readonly:
             self.tell("--readonly: requests are disabled", "warning")
         elif snapshot.folder is None or snapshot.state not in runs.ALIVE:
             self.tell(f"the run is not running ({snapshot.state})", "warning")
         else:
-            return True
-        return False
+            return snapshot.folder
+        return None
 
-    def _send(self, action: str, message: str = "") -> None:
-        folder = self.shown.snapshot.folder
-        if folder is None:
-            return
+    def _send(self, folder: Path, action: str, message: str = "") -> None:
         try:
             control.send(folder, action, message)
         except control.RequestError as error:
@@ -485,10 +482,10 @@ class Monitor(App[None]):
         def export() -> None:
             command = [sys.executable, "-m", "offloadtrain", "trace", str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-            failed = done.returncode != 0
-            text = done.stderr if failed else f"{done.stdout.strip()}: for ui.perfetto.dev"
-            level: SeverityLevel = "error" if failed else "information"
-            self.call_from_thread(self.tell, text.strip(), level)
+            if done.returncode:
+                self.call_from_thread(self.tell, done.stderr.strip(), "error")
+            else:
+                self.call_from_thread(self.tell, f"{done.stdout.strip()}: for ui.perfetto.dev")
 
         self.run_worker(export, thread=True, group="export", exit_on_error=False)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain.config.errors import ConfigError
 from offloadtrain_tui import settings
@@ -88,22 +87,21 @@ def tui(
     from offloadtrain_tui.keys import PANELS
 
     if screen not in PANELS:
-        return _refuse(f"--screen {screen}: choose one of {', '.join(PANELS)}")
-    try:
-        run_paths = runs.find(run or [], runs_dir)
-    except runs.RunError as error:
-        return _refuse(str(error))
+        raise ConfigError(f"--screen {screen}: choose one of {', '.join(PANELS)}")
+    run_paths = runs.find(run or [], runs_dir)
     if replay and not run_paths:
-        return _refuse("--replay: there is no run to replay")
+        raise ConfigError("--replay: there is no run to replay")
     if allow_requests and not web:
-        return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
+        raise ConfigError(
+            "--allow-requests is for --web: a terminal allows them without --readonly"
+        )
     if web:
         options = {"--speed": speed, "--screen": screen, "--theme": theme}
         flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
         from offloadtrain_tui.web import serve
 
-        chosen = [str(path.path) for path in run_paths] if run else []
-        return serve(host, port, chosen, options | {"--runs-dir": runs_dir.resolve()}, flags, tabs)
+        named = [str(path.path) for path in run_paths] if run else []
+        return serve(host, port, named, options | {"--runs-dir": runs_dir.resolve()}, flags, tabs)
     clock = Clock()
     if replay:
         history = RunReader(run_paths[0]).read_to_end(clock.now_s()).first.history
@@ -120,7 +118,8 @@ def tui(
     is_frame = once or screenshot is not None
     app.use(_settings(app, theme, of_user=not is_frame))
     if is_frame:
-        return _frame(app, screen, size, screenshot)
+        _frame(app, screen, size, screenshot)
+        return 0
     return _in_terminal(app, screen)
 
 
@@ -128,17 +127,15 @@ def _settings(app: Monitor, theme: str, *, of_user: bool) -> settings.Settings:
     """Return the user's settings or the defaults, with this theme; refuse wrong ones."""
     file, themes = settings.path(), sorted(app.available_themes)
     if theme and theme not in themes:
-        raise SystemExit(_refuse(f"--theme {theme}: choose one of {', '.join(themes)}"))
+        raise ConfigError(f"--theme {theme}: choose one of {', '.join(themes)}")
     try:
         chosen = settings.load(file, themes) if of_user else settings.DEFAULTS
-    except (ConfigError, UnsafeFileError) as error:
-        raise SystemExit(_refuse(str(error))) from None
     except OSError as error:
-        raise SystemExit(_refuse(f"{file}: cannot be read: {error.strerror}")) from None
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     return replace(chosen, theme=theme or chosen.theme)
 
 
-def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:
+def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> None:
     """Print one frame, or write it as a picture."""
     from offloadtrain_tui.pictures import frame
     from offloadtrain_tui.svg import write
@@ -153,22 +150,20 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
 
     text, svg = asyncio.run(frame(app, screen, width, height, say))
     if screenshot is not None:
-        if problem := write(screenshot, svg):
-            return _refuse(problem)
+        write(screenshot, svg)
         print(screenshot)
     else:
         print(text)
     # On stderr, why there is no run in what was shown.
     if app.shown.snapshot.problem and not app.shown.snapshot.has_records:
-        return _refuse(f"{app.shown.snapshot.name}: {app.shown.snapshot.problem}")
-    return 0
+        raise ConfigError(f"{app.shown.snapshot.name}: {app.shown.snapshot.problem}")
 
 
 def _in_terminal(app: Monitor, screen: str) -> int:
     drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual-serve, in a browser
     terminals = (unfiltered(sys.stdout), unfiltered(sys.stderr))  # Textual draws to stderr
     if not drawn_elsewhere and not all(terminal.isatty() for terminal in terminals):
-        return _refuse(
+        raise ConfigError(
             "stdout or stderr is not a terminal: use --once, --screenshot, or `offloadtrain status`"
         )
     app.first_panel = screen
@@ -181,10 +176,5 @@ def _parsed(size: str) -> tuple[int, int]:
         return ONCE_SIZE
     width, _, height = size.partition("x")
     if not (width.isdigit() and height.isdigit()):
-        raise SystemExit(_refuse(f"--size {size}: give columns and lines, such as 160x45"))
+        raise ConfigError(f"--size {size}: give columns and lines, such as 160x45")
     return min(max(int(width), 40), 400), min(max(int(height), 12), 200)
-
-
-def _refuse(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 2

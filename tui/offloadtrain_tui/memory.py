@@ -312,9 +312,11 @@ def _area(stretch_of: Callable[[Live], _Stretch], view: View, tier: Tier) -> Are
         columns.append((*main, sum(by_owner.values()), *rest))
     extent = view.history.live.extent_s(view.time_s)
     before = f"{units.format_duration(extent[1] - extent[0])} before" if extent else ""
-    axis = (before, "last sample")
-    colors = tuple(part.color for part in tier.parts[:_BANDS])
-    return Area(tier.title, tuple(columns), tier.total, tier.planned, axis, colors=colors)
+    return Area(
+        *(tier.title, tuple(columns), tier.total, tier.planned),
+        axis=(before, "last sample"),
+        colors=tuple(part.color for part in tier.parts[:_BANDS]),
+    )
 
 
 def within_step(view: View, start_ms: float, end_ms: float) -> Area:

@@ -67,7 +67,6 @@ async def draw(
     app = Monitor(runs.find([run]), runs_dir=run.parent, readonly=True)
     async with app.run_test(size=size) as pilot:
         app.action_panel(screen)
-        await settled(app, pilot)
         while await asyncio.to_thread(requests.readline):
             await settled(app, pilot)
             over = app.shown.snapshot.state not in runs.ALIVE

@@ -66,8 +66,6 @@ def status(
         Print JSON; with --live or --watch one line each time.
     """
     run_path = _find(run, runs_dir)
-    if run_path is None:
-        return USAGE
     printed: object = None
     for snapshot in _snapshots(run_path, _LIVE_EVERY_S if live or watch else None):
         if not watch or printed != (printed := _watched(snapshot)):
@@ -129,8 +127,6 @@ def show_events(
         Print the raw records of the log, including steps and samples.
     """
     run_path = _find(run, runs_dir)
-    if run_path is None:
-        return USAGE
     if json_:
         for text in _raw(run_path, follow=follow):
             print(text, flush=follow)
@@ -167,11 +163,8 @@ def ctl(
         Seconds to wait for the answer; 0: do not wait.
     """
     run_path = _find(run, _RUNS_DIR)
-    if run_path is None:
-        return USAGE
     if run_path.folder is None:
-        print(f"{run_path.path} is no run folder: a log alone takes no requests", file=sys.stderr)
-        return USAGE
+        raise runs.RunError(f"{run_path.path} is no run folder: a log alone takes no requests")
     snapshot = RunReader(run_path).read_to_end(time.time())
     if not snapshot.is_run:
         _tell_problem(snapshot)
@@ -179,12 +172,7 @@ def ctl(
     if snapshot.state not in runs.ALIVE:
         print(f"{run_path.folder} is not running: it is {snapshot.state}", file=sys.stderr)
         return FAILED
-    try:
-        request_id = control.send(run_path.folder, action, message)
-    except control.RequestError as error:
-        print(error, file=sys.stderr)
-        return USAGE
-    return _answer(run_path, request_id, wait)
+    return _answer(run_path, control.send(run_path.folder, action, message), wait)
 
 
 # ---- what is printed
@@ -200,7 +188,6 @@ def _watched(snapshot: Snapshot) -> tuple[object, ...]:
 def facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot as plain data, with units in the names."""
     view = snapshot.first
-    steps = {name: view.last(name) for name in view.history.series}
     end = view.end
     return {
         "run": snapshot.name,
@@ -210,7 +197,7 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
         "steps": view.total_steps,
         "seconds_left": time_left_s(view),
         "last_step_unix_s": view.step_time_s,
-        **steps,
+        **{name: view.last(name) for name in view.history.series},
         "val_loss": view.val_loss,
         "busy_ms": {lane: view.busy_ms(lane) for lane in LANES},
         "memory": [asdict(row) for row in view.memory],
@@ -262,8 +249,7 @@ def report(snapshot: Snapshot) -> str:
         lines.append("" if view.val_loss is None else f"validation loss {view.val_loss:.4f}")
         both, each = {"memory": ("device", "host")}, {"device": ("device",), "host": ("host",)}
         lines += [_memory_line(view, *item) for item in (both if view.on_cpu else each).items()]
-        alerts = view.active_alerts()
-        lines += [f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in alerts]
+        lines += [f"alert: {clean(a.code)}: {clean(a.message)}" for a in view.active_alerts()]
         end = view.end.message if view.end else ""
         lines.append(f"ended: {clean(end)}" if end else "")
     return "\n".join(filter(None, lines))
@@ -319,15 +305,15 @@ def _tell_problem(snapshot: Snapshot) -> bool:
     return snapshot.is_run
 
 
-def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
-    try:
-        run_paths = runs.find([run] if run is not None else [], runs_dir)
-    except runs.RunError as error:
-        print(error, file=sys.stderr)
-        return None
+def _find(run: Path | None, runs_dir: Path) -> RunPath:
+    """Return the run that was named, or the newest of the folder.
+
+    Raises:
+        RunError: there is none.
+    """
+    run_paths = runs.find([run] if run is not None else [], runs_dir)
     if not run_paths:
-        print(f"no runs in {runs_dir}: give a run folder", file=sys.stderr)
-        return None
+        raise runs.RunError(f"no runs in {runs_dir}: give a run folder")
     return run_paths[0]
 
 

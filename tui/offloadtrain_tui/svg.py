@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.cells import cell_len
 
+from offloadtrain.config.errors import ConfigError
+
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _TEXT = re.compile(
     r'<text class="(\S+)" x="([\d.]+)" (y="\S+") textLength="\S+" (clip-path="\S+")>([^<]*)</text>'
@@ -46,16 +48,22 @@ def _words(match: re.Match[str]) -> str:
     return f'<text class="{css}" {y} {clip}>{"".join(words)} </text>' if words else ""
 
 
-def write(path: Path, svg: str) -> str:
-    """Write a picture, SVG or PNG by its name; return why it was not written, or ""."""
+def write(path: Path, svg: str) -> None:
+    """Write a picture, SVG or PNG by its name.
+
+    Raises:
+        ConfigError: it cannot be written, or its name ends in something else.
+    """
     if path.suffix == ".svg":
         path.write_text(svg)
-    elif path.suffix != ".png":
-        return f"{path}: a picture's name ends in .svg or .png"
-    elif shutil.which(CONVERTER) is None:
-        return f"{path}: PNG needs {CONVERTER} (in librsvg2-bin): install it, or write .svg"
-    else:
-        command = [CONVERTER, "--output", str(path)]
-        done = subprocess.run(command, input=svg, capture_output=True, text=True)
-        return f"{path}: {done.stderr.strip()}" if done.returncode else ""
-    return ""
+        return
+    if path.suffix != ".png":
+        raise ConfigError(f"{path}: a picture's name ends in .svg or .png")
+    if shutil.which(CONVERTER) is None:
+        raise ConfigError(
+            f"{path}: PNG needs {CONVERTER} (in librsvg2-bin): install it, or write .svg"
+        )
+    command = [CONVERTER, "--output", str(path)]
+    done = subprocess.run(command, input=svg, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{path}: {done.stderr.strip()}")

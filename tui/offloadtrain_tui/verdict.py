@@ -51,8 +51,8 @@ def shares(view: View) -> dict[str, float]:
     if not step_ms or not compute_ms:
         return {}
     waited = _recent(view, view.history.series["exposed_ms"].values) / step_ms
-    data = _recent(view, view.history.series["data_ms"].values) / step_ms
-    by_cause = {"compute": min(compute_ms / step_ms, 1.0), "data": data}
+    data_ms = _recent(view, view.history.series["data_ms"].values)
+    by_cause = {"compute": min(compute_ms / step_ms, 1.0), "data": data_ms / step_ms}
     return by_cause | {lane: waited * part for lane, part in waited_for(view).items()}
 
 

@@ -21,6 +21,8 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from offloadtrain.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from aiohttp import web
 
@@ -40,16 +42,16 @@ def serve(
     most_tabs: int,
 ) -> int:
     """Serve until Ctrl-C; return the exit code. `options` and `flags` are those of each tab, of
-    which at most `most_tabs` are open."""
+    which at most `most_tabs` are open.
+
+    Raises:
+        ConfigError: textual-serve is not installed, or the address cannot be listened on.
+    """
     if find_spec("textual_serve") is None:
-        print(
-            "--web needs textual-serve, which is not installed: pip install 'offloadtrain[web]'",
-            file=sys.stderr,
+        raise ConfigError(
+            "--web needs textual-serve, which is not installed: pip install 'offloadtrain[web]'"
         )
-        return 2
-    if problem := _cannot_listen(host, port):
-        print(f"--host {host} --port {port}: {problem}", file=sys.stderr)
-        return 2
+    _try_to_listen(host, port)
     allowed = "" if flags["--readonly"] else ", and may stop them"
     if host not in LOOPBACK:
         print(f"whoever reaches {host} port {port} sees the runs{allowed}", file=sys.stderr)
@@ -106,16 +108,15 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _cannot_listen(host: str, port: int) -> str:
-    """Return why the address cannot be listened on; "" if it can."""
+def _try_to_listen(host: str, port: int) -> None:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, OverflowError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return ""
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host {host} --port {port}: {why}") from None
 
 
 def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:

@@ -179,7 +179,8 @@ def prepare(
         (done.val, done.val_tokens, done.val_documents),
     ):
         if path is not None:
-            sizes = f"{format_count(tokens)} tokens of {documents} documents"
+            plural = "" if documents == 1 else "s"
+            sizes = f"{format_count(tokens)} tokens of {documents} document{plural}"
             print(f"{path}: {sizes}, {what}", file=sys.stderr)
             print(path)
     if done.train_documents > 1 and not quiet:

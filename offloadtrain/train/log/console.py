@@ -129,7 +129,8 @@ class Console:
         now = self._clock()
         if now - self._spoke_s >= self._silence_s:
             spent = format_duration(now - self._doing_since_s)
-            doing = ", ".join(filter(None, (self._doing, self._part())))
+            part = self._part()  # may say what the phase says, and how far it is
+            doing = part if part.startswith(self._doing) else f"{self._doing}, {part}".rstrip(", ")
             self.say(f"... {doing}: {spent} so far")
         elif self._live and not self._quiet and (part := self._part()):
             self._show(f"... {part}")

@@ -71,19 +71,20 @@ class Gpus(RankPanel):
                 yield Chart(Plot(kind), id=f"gpus-{name}", pickable=False)
 
     def display_state(self, shown: ViewState) -> None:
-        view, system = self.view_of_rank(shown), memory.sample_if_run_is_here(shown)
-        system = system or shown.view.system
+        view, live = self.view_of_rank(shown), memory.sample_if_run_is_here(shown)
+        system = live or shown.view.system
         gpus = system.gpus if system and not shown.view.on_cpu else ()
-        tell(self.query_one("#gpus-text", Static), _about(shown, bool(gpus), view))
+        text = _about(shown, view, system, is_live=live is not None)
+        tell(self.query_one("#gpus-text", Static), text)
         # A narrow terminal has no room for the links.
         count = len(COLUMNS) - (self.app.size.width < NARROW)
         rows = [_row(gpu)[:count] for gpu in gpus]
         fill(self.query_one(DataTable), COLUMNS[:count] if rows else (), rows)
-        is_logged = bool(view.history.gpu.times) and not shown.view.on_cpu
+        is_logged = bool(view.history.systems.gpu.times) and not shown.view.on_cpu
         self.query_one("#gpus-charts", Grid).display = is_logged
-        length = view.history.gpu.count(view.time_s)
+        length = view.history.systems.gpu.count(view.time_s)
         for name, kind in KINDS.items():
-            series = [view.history.gpu.series[field] for field, *_ in kind.fields]
+            series = [view.history.systems.gpu.series[field] for field, *_ in kind.fields]
             is_known = any(column.last(length) is not None for column in series)
             chart = self.query_one(f"#gpus-{name}", Chart)
             chart.display = is_logged and (name in _ALWAYS or is_known)
@@ -93,7 +94,7 @@ class Gpus(RankPanel):
 
 def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
     """Return a chart of the rank's GPU until the moment of the view."""
-    history, length = view.history.gpu, view.history.gpu.count(view.time_s)
+    history, length = view.history.systems.gpu, view.history.systems.gpu.count(view.time_s)
     size = max(length // zoom, min(length, _LEAST_WINDOW))
     window = Window(length - size, length)
     curves = tuple(
@@ -109,15 +110,13 @@ def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
     )
 
 
-def _about(shown: ViewState, has_gpus: bool, view: View) -> str:
-    machine = memory.sample_if_run_is_here(shown)
+def _about(shown: ViewState, view: View, system: schema.System | None, *, is_live: bool) -> str:
     if shown.view.on_cpu:
         return " this run uses no GPU"
-    if not has_gpus:
-        state = getattr(machine or shown.view.system, "gpu_state", "")
-        return f" no GPU to show: {clean(state)}".rstrip(": ")
-    title = f" GPUs, {'live' if machine else 'as logged'}"
-    if not view.history.gpu.times:
+    if system is None or not system.gpus:
+        return f" no GPU to show: {clean(system.gpu_state if system else '')}".rstrip(": ")
+    title = f" GPUs, {'live' if is_live else 'as logged'}"
+    if not view.history.systems.gpu.times:
         return f"{title}; over time: only with a run that has logged it"
     more = " (v: the next)" if len(shown.views) > 1 else ""
     return f"{title}; below: that of rank {view.history.rank} over time{more}"

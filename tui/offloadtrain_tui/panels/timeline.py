@@ -10,7 +10,6 @@ from textual.binding import Binding, BindingType
 
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Area, AreaChart
 from offloadtrain_tui.widgets.lanes import Lanes, Timeline
@@ -28,23 +27,21 @@ class TimelinePanel(Panel):
         Binding("right,l", "shift(1)", "later", show=False),
     ]
     can_focus = True
-    _view: View | None = None
 
     def compose(self) -> ComposeResult:
         yield Timeline(Lanes(0), waits=12, id="timeline-lanes")
         yield AreaChart(Area(""), id="timeline-memory")
 
     def display_state(self, shown: ViewState) -> None:
-        widget = self.query_one(Timeline)
-        self._view = view = shown.view
-        step = view.spans[0].step if view.spans else 0
-        self._draw(replace(widget.content, step=step, spans=view.spans, start=view.start))
+        lanes, spans = self.query_one(Timeline).content, shown.view.spans
+        step = spans[0].step if spans else 0
+        self._draw(replace(lanes, step=step, spans=spans, start=shown.view.start))
 
     def _draw(self, lanes: Lanes) -> None:
         """Draw the lanes, and the memory of the same interval below them."""
         self.query_one(Timeline).show(lanes)
-        if self._view is not None:
-            self.query_one(AreaChart).show(memory.within_step(self._view, *lanes.shown))
+        if self.shown is not None:
+            self.query_one(AreaChart).show(memory.within_step(self.shown.view, *lanes.shown))
 
     def action_stretch(self, factor: float) -> None:
         widget = self.query_one(Timeline)

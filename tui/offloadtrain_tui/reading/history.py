@@ -134,6 +134,61 @@ class GpuHistory(Times):
         self.stamp(time_s)
 
 
+class SystemSamples(TimedLines):
+    """The samples of the machine, which are parsed only for display.
+
+    Attributes:
+        gpu: those of the rank's own GPU, as columns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpu = GpuHistory()
+
+    def at(self, time_s: float) -> schema.System | None:
+        """Return the newest sample at a time."""
+        count = self.count(time_s)
+        return _system(self[count - 1]) if count else None
+
+
+@lru_cache(maxsize=16)  # each part of a screen asks for the same sample
+def _system(line: bytes) -> schema.System | None:
+    record = log_lines.from_line(line)
+    return record.event if record and isinstance(record.event, schema.System) else None
+
+
+class RecordTimes:
+    """The times of records, in the order of a writer whose clock may be set back.
+
+    Attributes:
+        last_s: of the newest record; 0 without any.
+    """
+
+    def __init__(self) -> None:
+        self.last_s = 0.0
+        self._offset_s = 0.0
+        """Of Unix time to the monotonic clock of the newest start; it never decreases."""
+
+    def restart(self, monotonic_ns: int) -> None:
+        """Begin a start: another process, whose monotonic clock may be that of another boot."""
+        self._offset_s = self.last_s + 1e-3 - monotonic_ns / 1e9
+
+    def add(self, time_s: float, monotonic_ns: object) -> float:
+        """Return a record's time, unchanged by a clock that was set back since the start began.
+
+        Args:
+            monotonic_ns: by the writer's monotonic clock, which stands still while a machine
+                sleeps; other values than whole numbers count as 0.
+        """
+        monotonic_s = 0.0
+        if type(monotonic_ns) is int and 0 <= monotonic_ns < 1 << 63:
+            monotonic_s = monotonic_ns / 1e9
+        time_s = max(time_s, monotonic_s + self._offset_s)
+        self._offset_s = max(self._offset_s, time_s - monotonic_s)
+        self.last_s = max(self.last_s, time_s)
+        return time_s
+
+
 # ---- the event list: a record as a line of text
 
 
@@ -251,14 +306,10 @@ class History:
         self._events: dict[type, Timed[Any]] = {kind: Timed() for kind in _EVENTS}
         self.moments = Timed[Moment]()
         self.live = LiveMemory()
-        self.systems = TimedLines()
-        """Samples of the machine, which are read only for display."""
-        self.gpu = GpuHistory()
+        self.systems = SystemSamples()
         self.timelines = Timelines()
-        self.last_time_s = 0.0
         self.unreadable = 0
-        self._offset_s = 0.0
-        """Of Unix time to the monotonic clock of the newest start; it never decreases."""
+        self._times = RecordTimes()
 
     @property
     def step_count(self) -> int:
@@ -320,7 +371,8 @@ class History:
 
     def _feed_line(self, line: bytes) -> None:
         if (span := _SPAN.match(line)) is not None:
-            self._span(int(span[3]), self._in_order(float(span[1]), int(span[2])), line)
+            time_s = self._times.add(float(span[1]), int(span[2]))
+            self.timelines.add_line(time_s, int(span[3]), line)
             return
         try:
             values = _parsed(line)
@@ -340,13 +392,11 @@ class History:
     def feed(self, record: Record, line: bytes = b"") -> None:
         """Add a record other than a step."""
         if isinstance(record.event, schema.RunStarted):
-            # Another process, whose monotonic clock may be that of another boot.
-            self._offset_s = self.last_time_s + 1e-3 - record.monotonic_ns / 1e9
-        time_s = self._in_order(record.time_s, record.monotonic_ns)
-        self.last_time_s = max(self.last_time_s, time_s)
+            self._times.restart(record.monotonic_ns)
+        time_s = self._times.add(record.time_s, record.monotonic_ns)
         if isinstance(record.event, schema.LaneSpan):
             stored = line or log_lines.to_line(record.event, record.rank, record.time_s).strip()
-            self._span(record.event.step, time_s, stored)
+            self.timelines.add_line(time_s, record.event.step, stored)
         if type(record.event) in self._events:
             self._events[type(record.event)].add(time_s, record.event)
         if isinstance(record.event, schema.Eval):
@@ -354,20 +404,10 @@ class History:
         if (moment := moment_of(record, line)) is not None:
             self.moments.add(time_s, moment)
 
-    def _in_order(self, time_s: float, monotonic_ns: object) -> float:
-        """Return a record's time, unchanged by a clock that was set back since the start began.
-
-        Args:
-            monotonic_ns: by the writer's monotonic clock, which stands still while a machine
-                sleeps; other values than whole numbers count as 0.
-        """
-        monotonic_s = 0.0
-        if type(monotonic_ns) is int and 0 <= monotonic_ns < 1 << 63:
-            monotonic_s = monotonic_ns / 1e9
-        if time_s - monotonic_s >= self._offset_s:
-            self._offset_s = time_s - monotonic_s
-            return time_s
-        return monotonic_s + self._offset_s
+    @property
+    def last_time_s(self) -> float:
+        """Time of the newest record; 0 without any."""
+        return self._times.last_s
 
     @property
     def first_time_s(self) -> float:
@@ -385,8 +425,7 @@ class History:
         is_valid = type(number) is int if kind == "step" else type(values.get("gpus", [])) is list
         if not is_valid or time_s is None or not math.isfinite(time_s):
             return False
-        time_s = self._in_order(time_s, values.get("m"))
-        self.last_time_s = max(self.last_time_s, time_s)
+        time_s = self._times.add(time_s, values.get("m"))
         if kind == "step":
             self.add_step(number, time_s, values)
             self._odd(values, number, time_s, line)
@@ -394,7 +433,7 @@ class History:
             self.systems.add(time_s, line)
             start = self.of(schema.RunStarted).at(math.inf)
             uuid = str(start.plan.get("gpu_uuid", "")) if start else ""
-            self.gpu.add(time_s, values.get("gpus", []), uuid)
+            self.systems.gpu.add(time_s, values.get("gpus", []), uuid)
         return True
 
     def _odd(self, values: Json, number: int, time_s: float, line: bytes) -> None:
@@ -404,27 +443,11 @@ class History:
         if finite and values.get("skipped") is not True:
             return
         self.skipped.append(self.step_count - 1)
-        rank = values.get("r")
-        rank = rank if isinstance(rank, int) else self.rank
+        rank = logged if isinstance(logged := values.get("r"), int) else self.rank
         norm = clean(str(values.get("grad_norm")), 40)
         text = f"skipped: gradient norm {norm}" if finite else f"loss is {loss}"
         level = "warning" if finite else "error"
         self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
-
-    def _span(self, step: int, time_s: float, line: bytes) -> None:
-        self.timelines.add_line(time_s, step, line)
-        self.last_time_s = max(self.last_time_s, time_s)
-
-    def system(self, time_s: float) -> schema.System | None:
-        """Return the newest sample of the machine at a time."""
-        count = self.systems.count(time_s)
-        return _system(self.systems[count - 1]) if count else None
-
-
-@lru_cache(maxsize=16)  # each part of a screen asks for the same sample
-def _system(line: bytes) -> schema.System | None:
-    record = log_lines.from_line(line)
-    return record.event if record and isinstance(record.event, schema.System) else None
 
 
 def fold(lines: Iterable[bytes], rank: int = 0) -> History:

@@ -82,8 +82,7 @@ class Snapshot:
         if self.refused:
             return f"not read: {self.refused[0]}"
         lines = sum(view.history.unreadable for view in self.views)
-        unread = "1 line is no record" if lines == 1 else f"{lines} lines are no records"
-        unreadable = unread if lines else ""
+        unreadable = {0: "", 1: "1 line is no record"}.get(lines, f"{lines} lines are no records")
         if self.has_records:
             return "; ".join(filter(None, (self._missing_ranks, unreadable)))
         # Without a run there is no state.

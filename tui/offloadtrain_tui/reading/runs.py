@@ -18,6 +18,7 @@ from typing import Any
 
 from offloadtrain.boundary.safe_open import open_regular, read_json, read_regular
 from offloadtrain.config import units
+from offloadtrain.config.errors import InputError
 from offloadtrain.events import set_up_file
 from offloadtrain.events.commands import resume_command
 from offloadtrain.events.set_up_file import SetUpNow
@@ -40,7 +41,7 @@ ENDED = ("done", "stopped", "failed", "killed")
 STATES = (*ALIVE, *ENDED, "unknown")
 
 
-class RunError(Exception):
+class RunError(InputError):
     """The argument is not a run."""
 
 

@@ -85,7 +85,7 @@ class View:
 
     @property
     def system(self) -> schema.System | None:
-        return self.history.system(self.time_s)
+        return self.history.systems.at(self.time_s)
 
     @property
     def system_time_s(self) -> float | None:

@@ -18,6 +18,8 @@ from offloadtrain.config.offload import Precision
 from offloadtrain.config.units import parse_bytes
 
 _FOLDER = Path(__file__).parent / "machines"
+_LEAST, _MOST = 1e-6, 1e9
+"""No number of a machine but 0 is outside: times of a plan stay finite."""
 
 
 class MachineError(ConfigError):
@@ -239,6 +241,12 @@ def _problems(values: dict[str, Any]) -> Iterator[str]:
             yield from _size_problems(key, value)
         elif not isinstance(value, str) and value < least:
             yield f"{key} = {value} is too small"
+        elif not isinstance(value, str) and value and not _LEAST <= value <= _MOST:
+            yield f"{key} = {value} is not from {_LEAST:g} to {_MOST:g}: check its unit"
+    if values.get("gpu") and not values.get("gpu_memory"):
+        yield "gpu_memory is missing: state the memory of the GPU"
+    if values.get("gpu_memory") and not values.get("gpu"):
+        yield "gpu is missing: name the GPU, or leave out gpu_memory, and the CPU computes"
     needed = (
         "fp32_tflops",
         "flash_share",

@@ -425,6 +425,9 @@ def test_second_copies_are_made_where_there_is_room_and_are_no_need() -> None:
         ("nonsense = 1", "nonsense is unknown"),
         ("gpus = 0", "too small"),
         ("fp32_tflops = 0.0", "above 0"),
+        ("h2d_gbps = 25e9", "check its unit"),
+        ('gpu = "NVIDIA H100"', "gpu_memory is missing"),
+        ('gpu_memory = "24 GiB"', "gpu is missing"),
         ("= 3", "not valid TOML"),
     ],
 )

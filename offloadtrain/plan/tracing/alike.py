@@ -17,9 +17,11 @@ Y must have the same operations, FLOPs, bytes and block inputs, and the memory i
 the same amount from each to the next: the memory that one unit saves for backward. Two equal
 differences are three points on a line, and the line fills the gap. Between the forward and the
 backward of the gap, the memory that its units save is added to every moment. No moment is left out,
-so the peak is that of the full model. The other units may differ, because they overlap with the
-modules around the layers and with block inputs on their way to the host and back. If D, X and Y
-differ, nothing is extended, and the caller traces the full model.
+so the peak is that of the full model. Forward may leave a few scalars per unit more than backward
+frees, such as the balance of a layer's experts, which the loss sums: they count in the
+forward of layers. The other units may differ, because they overlap with the modules around the
+layers and with block inputs on their way to the host and back. If D, X and Y differ, nothing is
+extended, and the caller traces the full model.
 
 [Note: Pieces that are alike]
 Three pieces run: the first, the last of the same size, and the last. The work of the first piece is
@@ -50,6 +52,9 @@ from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place, Segment
 TRACED, BEFORE = 7, 4
 """Units of a run that are traced, and how many of them are before those that are skipped."""
 _LONGEST_UNIT = 8
+
+SCALARS = 64
+"""Most bytes that the forward of a unit leaves for the loss alone."""
 
 Signature = dict[str, object]
 
@@ -283,10 +288,12 @@ def with_skipped_layers(moments: Sequence[Moment], run: Run) -> list[Moment] | N
     back = 2 * TRACED - BEFORE
     forward = [moments[lo:hi] for lo, hi in pairwise(cuts[BEFORE - 1 : BEFORE + 3])]
     backward = [moments[lo:hi] for lo, hi in pairwise(cuts[back - 2 : back + 2])]
-    saved = _difference(forward, run)
-    if saved is None or saved != _difference(backward[::-1], run):
+    saved, freed = _difference(forward, run), _difference(backward[::-1], run)
+    if saved is None or freed is None:
         return None
-    return _filled(moments, cuts, run, saved)
+    if not all(0 <= until_loss <= SCALARS for until_loss in _plus(saved, freed, -1)):
+        return None
+    return _filled(moments, cuts, run, saved, freed)
 
 
 def _cuts(moments: Sequence[Moment], run: Run) -> list[int] | None:
@@ -325,9 +332,10 @@ def _same(first: Moment, second: Moment) -> bool:
 
 
 def _filled(
-    moments: Sequence[Moment], cuts: Sequence[int], run: Run, saved: PeakBytes
+    moments: Sequence[Moment], cuts: Sequence[int], run: Run, saved: PeakBytes, freed: PeakBytes
 ) -> list[Moment]:
-    """`saved`: bytes that one unit saves."""
+    """`saved`: bytes that the forward of one unit leaves; `freed`: those of them that its backward
+    frees."""
     skipped, back = run.units - TRACED, 2 * TRACED - BEFORE
     forward = moments[cuts[BEFORE - 1] : cuts[BEFORE]]
     between = moments[cuts[BEFORE] : cuts[back]]
@@ -335,9 +343,11 @@ def _filled(
     filled = list(moments[: cuts[BEFORE]])
     for units in range(1, skipped + 1):
         filled += [_later(moment, run, units, saved) for moment in forward]
-    filled += [_later(moment, run, skipped, saved) for moment in between]
+    for moment in between:
+        in_forward = moment.place.block in run.names and not moment.place.backward
+        filled.append(_later(moment, run, skipped, saved if in_forward else freed))
     for units in reversed(range(skipped)):
-        filled += [_later(moment, run, units, saved) for moment in backward]
+        filled += [_later(moment, run, units, freed) for moment in backward]
     return filled + list(moments[cuts[back] :])
 
 

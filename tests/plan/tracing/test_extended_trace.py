@@ -64,6 +64,21 @@ class Dense(Counting):
         return made[-1]
 
 
+class Gathering(Counting):
+    """Each layer leaves something for the loss: a scalar, as experts do, or all that it made."""
+
+    def __init__(self, layers: list[nn.Module], *, scalars: bool) -> None:
+        super().__init__(layers)
+        self.scalars = scalars
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = []
+        for layer in self.layers:
+            x = layer(x)
+            left.append(x.mean() if self.scalars else x * 1.0)
+        return x + torch.stack(left).sum()
+
+
 class Listed(nn.Module):
     """The model, not the layer, knows what is special; the outputs are gathered outside."""
 
@@ -95,6 +110,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "counting": lambda: Counting(made_of(Layer)),
     "dense": lambda: Dense(made_of(Layer)),
     "listed": lambda: Listed(made_of(Layer)),
+    "scalars for the loss": lambda: Gathering(made_of(Layer), scalars=True),
+    "outputs for the loss": lambda: Gathering(made_of(Layer), scalars=False),
 }
 SKIPPED = {"same": 9, "alternating": 2, "first ones differ": 6, "growing": 0}
 """Layers that are not traced; of the others, the trace decides."""
@@ -133,7 +150,7 @@ def test_layers_that_share_a_parameter_are_all_traced() -> None:
     assert len(runs_of(model)[0].skipped) == LAYERS - 2 - TRACED
 
 
-EXTENDED = {"same", "alternating", "first ones differ"}
+EXTENDED = {"same", "alternating", "first ones differ", "scalars for the loss"}
 """The others are traced a second time, whole, but for "growing", which has no run."""
 
 
@@ -152,6 +169,12 @@ def test_the_extended_trace_is_the_whole_one(
 
     monkeypatch.setattr(tracing, "with_skipped_layers", noting)
     short, full = both(monkeypatch, MODELS[name](), sum_of, activation)
+    if name == "scalars for the loss":
+        # What gathers them after the last layer reads and writes those of the traced layers.
+        last = f"layers.{LAYERS - 1}"
+        gathering, of_all = (trace.blocks[last].forward for trace in (short, full))
+        assert of_all.nbytes - gathering.nbytes <= 16 * (LAYERS - TRACED)
+        gathering.nbytes = of_all.nbytes
     assert short == full
     assert any(believed) == (name in EXTENDED)
 

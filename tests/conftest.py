@@ -8,7 +8,7 @@ import random
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 # cuBLAS reads it once in a process, at its first product, and only with it repeats its bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -35,6 +35,32 @@ take a tenth of the time of the tests."""
 def no_memory_of_earlier_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nor of the user's own token files: what was verified is remembered for this session."""
     os.environ["OFFLOADTRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+class Printed(NamedTuple):
+    """What a command has written."""
+
+    out: str
+    err: str
+
+
+class Command(Protocol):
+    def __call__(self, *arguments: object, code: int = 0) -> Printed: ...
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that runs `offloadtrain` with these arguments in this process, checks its
+    exit code, and returns what it has printed since the last look."""
+    from offloadtrain.cli.main import main
+
+    def run(*arguments: object, code: int = 0) -> Printed:
+        returned = main([*map(str, arguments)])
+        printed = Printed(*capsys.readouterr())
+        assert returned == code, printed.err
+        return printed
+
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

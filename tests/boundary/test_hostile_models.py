@@ -13,6 +13,7 @@ from offloadtrain.cli.main import main
 from tests.boundary.hostile import obeyed
 from tests.boundary.hostile_models import MODELS, good_folder
 from tests.boundary.test_hostile_folders import not_for_ever
+from tests.conftest import Command
 
 JOB = """
 name = "small"
@@ -75,15 +76,16 @@ def test_every_command_refuses_a_folder(
     check(good, kind, tmp_path, capsys)
 
 
-def test_a_sequence_that_no_model_has_is_refused(
-    good: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sequence_that_no_model_has_is_refused(good: Path, command: Command) -> None:
     sets = ["--set", f"data.seq_len={1 << 24}", "--machine", "rtx4090"]
-    assert main(["plan", "--hf", str(good / "model"), *sets]) == 2
-    assert "data.seq_len = 16777216 must be from 2 to 8388608" in capsys.readouterr().err
+    assert (
+        "data.seq_len = 16777216 must be from 2 to 8388608"
+        in command("plan", "--hf", good / "model", *sets, code=2).err
+    )
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_command_trusts_a_model_folder(
     good: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,7 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.data.tokens import TokenWriter
+from tests.conftest import Command
 
 Captured = pytest.CaptureFixture[str]
 
@@ -53,11 +54,10 @@ def only_line(err: str) -> str:
     return line
 
 
-def refused(capsys: Captured, arguments: list[str], code: int) -> str:
+def refused(command: Command, arguments: list[str], code: int) -> str:
     """Return the only line of stderr; nothing has been made."""
     before = files()
-    assert main(arguments) == code
-    out, err = capsys.readouterr()
+    out, err = command(*arguments, code=code)
     assert out == "" and files() == before
     line = only_line(err)
     assert line.isprintable() and len(line) < 1000
@@ -131,27 +131,27 @@ ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
 ]
 
 
-def test_a_bad_argument_is_reported_in_one_line(capsys: Captured) -> None:
+def test_a_bad_argument_is_reported_in_one_line(command: Command) -> None:
     for arguments, code, message in BAD_ARGUMENTS:
-        assert message in refused(capsys, arguments, code)
+        assert message in refused(command, arguments, code)
 
 
 def test_an_environment_that_no_launcher_made_is_reported_in_one_line(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for environ, message in ENVIRONMENTS:
         with monkeypatch.context() as patch:
             for key, value in environ.items():
                 patch.setenv(key, value)
-            assert message in refused(capsys, ["train", "job.toml"], 2)
+            assert message in refused(command, ["train", "job.toml"], 2)
 
 
 @pytest.mark.parametrize("size", ["-1", "nan", "1e9999GiB"])
 def test_stated_memory_that_is_no_size_is_wrong_input(
-    size: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    size: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", size)
-    assert f"OFFLOADTRAIN_HOST_MEMORY: '{size}'" in refused(capsys, ["plan", "debug"], 2)
+    assert f"OFFLOADTRAIN_HOST_MEMORY: '{size}'" in refused(command, ["plan", "debug"], 2)
 
 
 OF_NO_TYPE = ("{x = 1}", "1979-05-27", "[[1]]", "[{x = 1}]")
@@ -183,11 +183,10 @@ def test_no_key_accepts_a_value_of_no_type_or_obeys_a_hostile_one(
             assert code == 2 and key.split(".")[0] in err and len(err.splitlines()) <= 3
 
 
-def test_escapes_that_the_argument_parser_quotes_are_removed(capsys: Captured) -> None:
+def test_escapes_that_the_argument_parser_quotes_are_removed(command: Command) -> None:
     """It says what is wrong in a frame of several lines."""
     for arguments in ([f"trai{HOSTILE}"], ["train", "demo", f"--{HOSTILE}", "1"]):
-        assert main(arguments) == 2
-        err = capsys.readouterr().err
+        err = command(*arguments, code=2).err
         assert all(line.isprintable() for line in err.splitlines()), err
 
 
@@ -216,50 +215,47 @@ def parsed_if_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("parsed_if_short")
 def test_a_file_or_override_that_takes_minutes_to_parse_is_refused_at_once(
-    capsys: Captured, folder: Path
+    command: Command, folder: Path
 ) -> None:
     for bomb in BOMBS.values():
         (folder / "bomb.toml").write_text(bomb)
-        assert "too large for a job" in refused(capsys, ["train", "bomb.toml"], 2)
-        line = refused(capsys, ["plan", "job.toml", "--machine", "bomb.toml"], 2)
+        assert "too large for a job" in refused(command, ["train", "bomb.toml"], 2)
+        line = refused(command, ["plan", "job.toml", "--machine", "bomb.toml"], 2)
         assert "bomb.toml" in line
     deep = ".".join("a" * 20_000)
-    assert "too large" in refused(capsys, ["train", "job.toml", "--set", f"optim={{{deep}=1}}"], 2)
-    line = refused(capsys, ["train", "job.toml", "--set", f"optim.lr.{deep}=1"], 2)
+    assert "too large" in refused(command, ["train", "job.toml", "--set", f"optim={{{deep}=1}}"], 2)
+    line = refused(command, ["train", "job.toml", "--set", f"optim.lr.{deep}=1"], 2)
     assert "section.key=value" in line
 
 
-def test_many_unknown_keys_are_counted(capsys: Captured, folder: Path) -> None:
+def test_many_unknown_keys_are_counted(command: Command, folder: Path) -> None:
     (folder / "job.toml").write_text(JOB + "".join(f"key{n} = 1\n" for n in range(500)))
-    assert main(["train", "job.toml"]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = command("train", "job.toml", code=2).err.splitlines()
     assert len(lines) < 20 and "490 more" in lines[-1]
 
 
 def test_a_token_file_that_cannot_be_sampled_from_is_refused_before_the_first_step(
-    capsys: Captured, folder: Path
+    command: Command, folder: Path
 ) -> None:
     with TokenWriter(Path("t.bin"), vocab_size=256, tokenizer="words", fingerprint="") as tokens:
         tokens.write(np.zeros(4096, dtype=np.uint8))
         tokens.commit()
     (folder / "job.toml").write_text(JOB.replace('source = "text"', 'train = "t.bin"'))
     arguments = ["train", "job.toml", "--set", "train.sample_tokens=5", 'train.sample_prompt="a"']
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
+    out, err = command(*arguments, code=2)
     assert "train.sample_tokens = 5" in err and "no tokenizer 'words'" in err
     assert out == "" and "step 1" not in err
 
 
 @pytest.mark.parametrize("size", [10**9, 10**18])
 def test_a_microbatch_beyond_all_memory_is_refused_before_it_is_allocated(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch, size: int
+    command: Command, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     def offload_job(*arguments: object) -> None:
         pytest.fail("it is on the way to allocate")
 
     monkeypatch.setattr("offloadtrain.train.build.offload_job", offload_job)
-    assert main(["train", "job.toml", "--set", f"train.micro_batch={size}"]) == 4
-    out, err = capsys.readouterr()
+    out, err = command("train", "job.toml", "--set", f"train.micro_batch={size}", code=4)
     line = only_line(err)
     assert out == "" and "small does not fit: the host (step) needs" in line
     assert "activations" in line and "offloadtrain plan" in line

@@ -16,6 +16,7 @@ from offloadtrain.cli.bench.rounds import measure, ratio
 from offloadtrain.cli.bench.step import MILLISECONDS
 from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.cli.main import main
+from tests.conftest import Command
 from tests.small_buffers import small_demo
 
 KEYS = set(
@@ -27,11 +28,10 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_adam_as_json_and_as_a_table(capsys: Captured) -> None:
+def test_adam_as_json_and_as_a_table(capsys: Captured, command: Command) -> None:
     """A row per case; torch has its number of threads afterwards."""
     threads = torch.get_num_threads()
-    assert main([*SMALL, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(command(*SMALL, "--json").out)
     assert all(set(row) == KEYS for row in values["rows"])
     assert {row["n"] for row in values["rows"]} == {4096}
     native = [row for row in values["rows"] if row["backend"].startswith("native")]
@@ -84,12 +84,10 @@ BAD_FLAGS = [
 ]
 
 
-def test_bad_flags_and_sizes_beyond_the_memory_are_refused(capsys: Captured) -> None:
+def test_bad_flags_and_sizes_beyond_the_memory_are_refused(command: Command) -> None:
     for flags, message in BAD_FLAGS:
-        assert main(["bench", *flags]) == USAGE
-        assert message in capsys.readouterr().err
-    assert main(["bench", "adam", "--n", "4096G"]) == 4
-    assert "host memory" in capsys.readouterr().err
+        assert message in command("bench", *flags, code=USAGE).err
+    assert "host memory" in command("bench", "adam", "--n", "4096G", code=4).err
 
 
 def test_ratios_are_medians_of_rounds_without_the_first() -> None:
@@ -115,31 +113,28 @@ def test_a_case_is_compared_with_the_peers_of_its_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_against_its_schedule(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_against_its_schedule(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never faster than the schedule: it would not have taken the times it was given."""
     small_demo(monkeypatch)
     monkeypatch.setattr(paced, "WARM_STEPS", 1)
     for name in ("run", "run_demo"):  # once for JSON and for the tables
         monkeypatch.setattr(paced, name, cache(getattr(paced, name)))
     flags = ["--layers", "2", "--steps", "2", "--rounds", "1"]
-    assert main(["bench", "step", *flags, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(command("bench", "step", *flags, "--json").out)
     assert len(values["paced"]) == 8 and values["machine"]["cores_usable"] >= 1
     for row in values["paced"]:
         assert row["busiest_ms"] <= row["schedule_ms"] * (1 + 1e-9)
         assert row["x_schedule"] > 0.95
     cases = {row["case"]: row for row in values["demo"]}
     assert cases["resident"]["x_resident"] == 1.0 and cases["exact"]["exposed_ms"] > 0
-    assert main(["bench", "step", *flags]) == 0
-    assert "schedule" in capsys.readouterr().out
+    assert "schedule" in command("bench", "step", *flags).out
 
 
 @pytest.mark.slow
-def test_a_step_on_more_ranks(capsys: Captured) -> None:
+def test_a_step_on_more_ranks(command: Command) -> None:
     """Paced copies and Adam take half of their time on two ranks: never less than compute."""
     flags = ["--ranks", "2", "--layers", "2", "--steps", "2", "--rounds", "1"]
-    assert main(["bench", "scale", *flags, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = json.loads(command("bench", "scale", *flags, "--json").out)["rows"]
     assert {row["ranks"] for row in rows} == {1, 2} and len(rows) == 8
     for row in rows:
         assert row["efficiency"] == 1.0 if row["ranks"] == 1 else row["efficiency"] > 0

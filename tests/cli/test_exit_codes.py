@@ -17,6 +17,7 @@ import torch
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.train.signals import REPEAT_S
+from tests.conftest import Command
 from tests.train.small_job import events_of, small_job
 
 Process = subprocess.Popen[str]
@@ -112,21 +113,18 @@ def test_1_ended_at_once_by_a_second_signal(tmp_path: Path) -> None:
     assert list((path / "checkpoints").iterdir()) == []
 
 
-def test_0_and_the_commands_that_it_proposes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_0_and_the_commands_that_it_proposes(tmp_path: Path, command: Command) -> None:
     job, path = job_file(tmp_path, "train.steps=2"), tmp_path / "run"
-    assert main(["train", str(job), "--run-dir", str(path)]) == 0
-    err = capsys.readouterr().err
+    err = command("train", job, "--run-dir", path).err
     proposed = [line.split("  # ")[0] for line in err.splitlines() if "  offloadtrain " in line]
     assert len(proposed) == 5
-    for command in proposed[:4]:
-        arguments = command.split()[1:]
+    for line in proposed[:4]:
+        arguments = line.split()[1:]
         if arguments[0] == "tui":
             arguments.append("--once")
         if arguments[0] == "train" and "--resume" not in arguments:
             arguments += ["--run-dir", str(tmp_path / "again")]
-        assert main(arguments) == 0, command
+        assert main(arguments) == 0, line
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_0_and_the_commands_that_it_proposes(
 def test_codes_of_exceptions(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     error: Exception,
     code: int,
     last_line: str,
@@ -164,11 +162,9 @@ def test_codes_of_exceptions(
 
     monkeypatch.setattr("offloadtrain.train.run.assemble", fail)
     arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
-    assert main(arguments) == code
-    err = capsys.readouterr().err
+    err = command(*arguments, code=code).err
     assert err.splitlines()[-1].startswith(last_line) and ("Traceback" in err) == has_traceback
-    assert main([*arguments, "--debug"]) == code
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in command(*arguments, "--debug", code=code).err
 
 
 _COMMANDS = (

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from offloadtrain.cli.main import main
+from tests.conftest import Command
 
 COMMANDS = (
     "train export checkpoints convert generate eval plan doctor prepare ls cp trace report version"
@@ -28,22 +29,19 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def test_help_ends_with_two_examples(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ([], *([name] for name in COMMANDS)):
-        assert main([*command, "--help"]) == 0
-        out, err = capsys.readouterr()
+def test_help_ends_with_two_examples(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in ([], *([name] for name in COMMANDS)):
+        out, err = command(*names, "--help")
         assert err == ""
         head, _, examples = out.partition("Examples:\n")
         assert head.startswith("Usage: offloadtrain")
         lines = examples.strip("\n").split("\n")
         assert len(lines) == 2 and all(line.strip().startswith("offloadtrain ") for line in lines)
     monkeypatch.setenv("COLUMNS", "500")
-    assert main(["eval", "--help"]) == 0
-    out = capsys.readouterr().out
+    out = command("eval", "--help").out
     defaults = [bool(re.search(f"{option} .*\\[default", out)) for option in DEFAULTS]
     assert defaults == list(DEFAULTS.values())
-    assert main(["train", "--help"]) == 0
-    (line,) = [row for row in capsys.readouterr().out.splitlines() if "--resume STR" in row]
+    (line,) = [row for row in command("train", "--help").out.splitlines() if "--resume STR" in row]
     assert "never: start" in line and "A run folder: resume it." in line, "no line is broken"
 
 
@@ -78,14 +76,13 @@ WRONG_USE = [
 ]
 
 
-def test_wrong_use_is_2_and_reports_the_reason(capsys: Captured) -> None:
+def test_wrong_use_is_2_and_reports_the_reason(command: Command) -> None:
     for arguments, message in WRONG_USE:
-        assert main(arguments) == 2
-        out, err = capsys.readouterr()
+        out, err = command(*arguments, code=2)
         assert message in err and out == "" and "Traceback" not in err
         assert err.count("\n") == 1, "one problem"
-    command = [sys.executable, "-m", "offloadtrain", "trai"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    wrong = [sys.executable, "-m", "offloadtrain", "trai"]
+    done = subprocess.run(wrong, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and 'Did you mean "train"' in done.stderr
 
 
@@ -97,11 +94,10 @@ def test_debug_shows_the_traceback(capsys: Captured, monkeypatch: pytest.MonkeyP
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_version_names_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_names_the_kernels(command: Command) -> None:
     """Without a compiler they are others, of another speed."""
     from offloadtrain.runtime import kernels
 
-    assert main(["version"]) == 0
-    named = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    named = dict(line.split(maxsplit=1) for line in command("version").out.splitlines())
     assert named.keys() == {"offloadtrain", "python", "torch", "numba", "kernels"}
     assert named["kernels"].startswith(f"{kernels.backend().name} {kernels.backend().isa}")

@@ -15,42 +15,40 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.units import format_count
 from offloadtrain.data.tokens import TokenFile
+from tests.conftest import Command
 
 
-def test_every_shipped_job_loads_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shipped_job_loads_and_is_listed(command: Command) -> None:
     loaded = {name: jobs.load(path) for name, path in shipped_jobs().items()}
-    assert main(["ls"]) == 0
-    header, *lines = capsys.readouterr().out.splitlines()
+    header, *lines = command("ls").out.splitlines()
     assert header.split()[:3] == ["job", "parameters", "tokens/step"]
     rows = {line.split()[0]: line.split() for line in lines}
     assert {name: rows[name][1] for name in loaded} == {
         name: format_count(job.num_params) for name, job in loaded.items()
     }
     assert all(job.train.steps > 0 and len(rows[name]) > 8 for name, job in loaded.items())
-    assert main(["ls", "--json"]) == 0
-    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    listed = [json.loads(line) for line in command("ls", "--json").out.splitlines()]
     expected = {name: job.num_params for name, job in loaded.items()}
     assert {row["job"]: row["params"] for row in listed} == expected
 
 
 def test_cp_copies_a_shipped_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["cp", "debug"]) == 0
-    assert capsys.readouterr().out == "debug.toml\n"
+    assert command("cp", "debug").out == "debug.toml\n"
     assert (tmp_path / "debug.toml").read_text() == shipped_jobs()["debug"].read_text()
     assert main(["cp", "debug", "other.toml"]) == 0
     assert jobs.load("other.toml") == jobs.load(shipped_jobs()["debug"])
 
 
-def test_cp_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp_never_overwrites(tmp_path: Path, command: Command) -> None:
     (tmp_path / "debug.toml").write_text("text")
-    assert main(["cp", "debug", str(tmp_path)]) == 2
-    assert "exists" in capsys.readouterr().err
+    assert "exists" in command("cp", "debug", tmp_path, code=2).err
     assert (tmp_path / "debug.toml").read_text() == "text"
-    assert main(["cp", "debug", str(tmp_path / "no" / "folder.toml")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert (
+        "cannot be written" in command("cp", "debug", tmp_path / "no" / "folder.toml", code=2).err
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,12 +60,11 @@ def test_dry_run_prints_the_resolved_job_and_what_it_needs(
     has: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changed = ["optim.lr=5e-5", f"model.num_layers={layers}"]
-    assert main(["train", "gpt_13b_32gb", "--dry-run", "--set", *changed]) == 0
-    out, err = capsys.readouterr()
+    out, err = command("train", "gpt_13b_32gb", "--dry-run", "--set", *changed)
     assert tomllib.loads(out)["optim"]["lr"] == 5e-5
     assert jobs.loads(out) == jobs.load(shipped_jobs()["gpt_13b_32gb"], changed)
     assert has in err and "exp_avg_sq" in err and "as planned" in err
@@ -83,43 +80,37 @@ def test_dry_run_prints_the_resolved_job_and_what_it_needs(
     ],
 )
 def test_a_division_without_its_ranks_is_refused_before_torch_is_loaded(
-    table: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    table: str, message: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(train, "run_job", None)  # what comes next
     changed = ["model.num_layers=4", "model.num_experts=4", "model.router_aux_loss_coef=0"]
     divided = [*changed, "model.tie_embeddings=false", "train.sample_tokens=0"]
-    assert main(["train", "debug", "--set", *divided, f"ranks.{table}"]) == 2
-    assert message in capsys.readouterr().err
+    assert message in command("train", "debug", "--set", *divided, f"ranks.{table}", code=2).err
 
 
 # ---- `offloadtrain prepare`: the names of the token files on stdout, everything else on stderr
 
 
-def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_files_are_made_and_named(tmp_path: Path, command: Command) -> None:
     source = tmp_path / "text"
     source.mkdir()
     for number in range(20):
         (source / f"{number}.txt").write_text(f"text number {number}\n" * 50)
     out = tmp_path / "tokens"
-    assert main(["prepare", str(source), str(out), "--val-fraction", "0.2"]) == 0
-    printed, narrated = capsys.readouterr()
+    printed, narrated = command("prepare", source, out, "--val-fraction", "0.2")
     assert printed == f"{out}/train.bin\n{out}/val.bin\n"
     assert "written" in narrated
     assert len(TokenFile(out / "train.bin")) > len(TokenFile(out / "val.bin")) > 0
 
-    assert main(["prepare", str(source), str(out), "--val-fraction", "0.2"]) == 0
-    assert "made before" in capsys.readouterr().err
+    assert "made before" in command("prepare", source, out, "--val-fraction", "0.2").err
 
 
-def test_records_that_are_left_out_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_that_are_left_out_are_counted(tmp_path: Path, command: Command) -> None:
     """More of them than are named."""
     lines = [json.dumps({"text": "abc"}), "{"] * 12
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    command = ["prepare", f"{tmp_path}/a.jsonl", f"{tmp_path}/out", "--val-fraction", "0"]
-    assert main([*command, "--bad-lines", "skip", "--quiet"]) == 0
-    narrated = capsys.readouterr().err
+    arguments = ["prepare", tmp_path / "a.jsonl", tmp_path / "out", "--val-fraction", "0"]
+    narrated = command(*arguments, "--bad-lines", "skip", "--quiet").err
     assert "left out: 12 of 24 records" in narrated and narrated.count("a.jsonl:") == 10
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from offloadtrain.cli.exit_codes import USAGE
-from offloadtrain.cli.main import main
 from offloadtrain.events import log_lines, schema
 from offloadtrain.events.chrome_trace import LANES, chrome_trace
 from offloadtrain.runtime.lanes import Lane
+from tests.conftest import Command
 from tests.train.small_job import run, small_job
 
 
@@ -55,14 +55,15 @@ def test_spans_lie_in_their_steps() -> None:
     assert names == {(rank, lane) for rank in (0, 1) for lane in LANES}
 
 
-def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
+) -> None:
     folder = tmp_path / "run"
     assert (
         run(small_job(tmp_path, "offload.working=host", "offload.activation=offload"), folder) == 0
     )
     capsys.readouterr()
-    assert main(["trace", str(folder)]) == 0
-    assert capsys.readouterr().out.strip() == str(folder / "trace.json")
+    assert command("trace", folder).out.strip() == str(folder / "trace.json")
     made = json.loads((folder / "trace.json").read_text())["traceEvents"]
     categories = {e["cat"] for e in made if "cat" in e}
     assert categories == {"compute", "wait", "d2h", "host", "h2d", "load"}
@@ -71,12 +72,8 @@ def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert 0 < max(ends) <= last + 1e4
 
 
-def test_a_folder_without_sampled_steps_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", str(tmp_path)]) == USAGE
-    assert "is not a run folder" in capsys.readouterr().err
+def test_a_folder_without_sampled_steps_is_refused(tmp_path: Path, command: Command) -> None:
+    assert "is not a run folder" in command("trace", tmp_path, code=USAGE).err
     (tmp_path / "events").mkdir()
     (tmp_path / "events/rank000.jsonl").write_bytes(b"")
-    assert main(["trace", str(tmp_path)]) == USAGE
-    assert "no step of this run has been sampled" in capsys.readouterr().err
+    assert "no step of this run has been sampled" in command("trace", tmp_path, code=USAGE).err

@@ -13,6 +13,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job
 from offloadtrain.convert import deepspeed_config
 from offloadtrain.convert.deepspeed_config import Imported
+from tests.conftest import Command
 
 SIZES = {"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "sub_group_size": 1e9}
 ZERO2: dict[str, Any] = {
@@ -195,14 +196,15 @@ def test_adam_is_adamw_unless_the_mode_is_off(tmp_path: Path) -> None:
     assert "optimizer_cls_and_kwargs" in result.unmapped["optim.name"]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command) -> None:
     path, out = tmp_path / "ds.json", tmp_path / "job.toml"
     path.write_text(json.dumps(ZERO2))
-    assert main(["import-deepspeed", str(path), str(out)]) == 0
-    assert capsys.readouterr().err.count("not mapped: ") == 7
+    assert command("import-deepspeed", path, out).err.count("not mapped: ") == 7
     assert main(["import-deepspeed", str(path), str(out)]) != 0
     assert "cannot be written" in capsys.readouterr().err
-    assert main(["import-deepspeed", str(path), "--to", "mixin"]) == 0
-    assert json.loads(capsys.readouterr().out)["offload"]["zero_stage"] == 2
+    assert (
+        json.loads(command("import-deepspeed", path, "--to", "mixin").out)["offload"]["zero_stage"]
+        == 2
+    )
     path.write_text("[]")
     assert main(["import-deepspeed", str(path)]) != 0

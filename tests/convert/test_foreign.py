@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from offloadtrain.cli.main import main
 from offloadtrain.convert.checkpoint import MOMENTS, ForeignError
 from offloadtrain.convert.dcp_folder import read_index
 from offloadtrain.convert.reader import open_foreign
 from offloadtrain.convert.reader_process import read
 from offloadtrain.convert.run_import import model_tensors
 from tests import levels
+from tests.conftest import Command
 from tests.convert.foreign_sources import (
     Toy,
     groups_of,
@@ -423,16 +423,13 @@ def children() -> Sequence[int]:
 
 
 @pytest.mark.slow
-def test_the_command_makes_nothing_of_a_hostile_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_makes_nothing_of_a_hostile_file(tmp_path: Path, command: Command) -> None:
     write_text(tmp_path)
     (tmp_path / "job.toml").write_text(JOB.format(folder=tmp_path))
     path = tmp_path / "a.pt"
     with_payload(path, tmp_path / "mark")
     before = sorted(os.listdir(tmp_path))
-    assert main(["convert", str(path), "--job", str(tmp_path / "job.toml")]) == 2
-    output = capsys.readouterr()
+    output = command("convert", path, "--job", tmp_path / "job.toml", code=2)
     lines = [line for line in output.err.splitlines() if not line.startswith("...")]
     assert len(lines) == 1 and lines[0].startswith(f"{path}: it needs posix.system")
     assert output.out == "" and sorted(os.listdir(tmp_path)) == before

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from offloadtrain.config import job as jobs
 from offloadtrain.events import log_lines, schema
@@ -83,6 +84,13 @@ class Job:
             process.stdout.close()
             return cls(process, run)
         return cls._followed(process, run)
+
+    @classmethod
+    def finished(cls, job: Path, run: Path, *arguments: str, code: int = 0, **how: Any) -> Job:
+        """As `fork`, and wait for its end, with this exit code."""
+        started = cls.fork(job, run, *arguments, **how)
+        assert started.ended() == code, started.text
+        return started
 
     @classmethod
     def _followed(cls, process: subprocess.Popen[str] | ForkedJob, run: Path) -> Job:

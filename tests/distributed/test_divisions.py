@@ -511,7 +511,7 @@ def is_reference(division: Division, divisions: list[Division]) -> bool:
     ("name", "killed", "fault", "options"),
     [
         case("groups", 2, "backward:kill", DROPOUT),
-        case("parts, experts", 3, "backward:kill", DROPOUT),
+        case("parts, experts", 3, "backward:kill", DROPOUT, level="long"),
         case("stages, experts", 2, "backward:kill", DROPOUT),
         case("stages, parts", 3, "forward:stop", DROPOUT, level="long"),
         case("interleaved", 1, "backward:kill", {}, level="long"),
@@ -528,15 +528,13 @@ def test_a_rank_that_fails_is_named_and_the_job_comes_back(
     path = write_job(tmp_path, **keys(division, options))
     least = ("--nproc", f"{division.ranks}", "--set", f"train.hang_timeout_s={HANG_S}")
     fails = (fault, "6", f"{killed}")
-    run = Job.fork(path, tmp_path / "run", *least, "--max-restarts", "1", fault=fails)
-    assert run.ended() == 0, run.text
+    run = Job.finished(path, tmp_path / "run", *least, "--max-restarts", "1", fault=fails)
     what = "was killed by SIGKILL" if fault.endswith("kill") else "makes no progress"
     role = rf"rank {killed} \({division.roles[killed]}, pid \d+\) {what}"
     assert re.search(role, run.text), run.text
     job = job_of(tmp_path, **keys(division, options))
     assert explain(job, shared(job, division.ranks), division.ranks).split(":")[0] in run.text
-    complete = Job.fork(path, tmp_path / "complete", *least)
-    assert complete.ended() == 0, complete.text
+    Job.finished(path, tmp_path / "complete", *least)
     last = {figure[0]: figure for figure in figures(tmp_path / "run")}
     assert list(last.values()) == figures(tmp_path / "complete")
     assert_same_state(tmp_path / "run", tmp_path / "complete")

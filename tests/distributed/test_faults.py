@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from benchmarks import rank_faults
-from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import log_lines, schema
 from offloadtrain.runtime import rendezvous
@@ -30,6 +29,7 @@ from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.train import distributed_run
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests
+from tests.conftest import Command
 from tests.distributed.faulty_job import POINTS, in_a_fork
 from tests.distributed.pool import forkserver
 from tests.distributed.rank_faults import (
@@ -47,6 +47,10 @@ pytestmark = pytest.mark.usefixtures("pools")  # they are forked from where thos
 ROOT = Path(__file__).resolve().parent.parent.parent
 WITHIN_S = 300.0
 """A bound of what hangs."""
+
+
+def environ(**more: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tui'}"} | more
 
 
 @pytest.fixture
@@ -115,32 +119,18 @@ def test_the_other_rank_ends_and_reports_why(job: Path, point: str, victim: int)
     assert cause in last.message
 
 
-def by_torchrun(fault: tuple[str, str, str], job: Path, run: Path) -> None:
-    command = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m"
-    program = ["tests.distributed.faulty_job", *fault, "train", str(job), "--run-dir", str(run)]
-    done = subprocess.run(
-        [sys.executable, *command.split(), *program],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tui'}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def by_launcher(fault: tuple[str, str, str], job: Path, run: Path) -> None:
-    started = Job.fork(job, run, "--nproc", "2", "--max-restarts", "1", fault=fault)
-    assert started.ended() == 0, started.text
-
-
 @pytest.mark.slow
 def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) -> None:
-    """The same bits as a job that nobody killed, whatever it was doing and whoever starts it."""
-    undisturbed = Job.fork(job, tmp_path / "undisturbed", "--nproc", "2")
-    assert undisturbed.ended() == 0, undisturbed.text
-    for point, start in (("all-gather", by_torchrun), ("checkpoint", by_launcher)):
+    """By torchrun: the same bits as a job that nobody killed, whatever it was doing."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "1", "-m"]
+    Job.finished(job, tmp_path / "undisturbed", "--nproc", "2")
+    for point in ("all-gather", "checkpoint"):
         broken = tmp_path / point
-        start((point, "6", "1"), job, broken)
+        command = [*torchrun, "tests.distributed.faulty_job", point, "6", "1", "train", str(job)]
+        command += ["--run-dir", str(broken)]
+        done = subprocess.run(command, cwd=ROOT, env=environ(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         steps = [event.step for event in events_of(broken, schema.Step)]
         again = steps.index(5, 5)  # after the fifth, for the second time
         assert steps[again:] == [5, 6, 7, 8, 9]
@@ -157,7 +147,8 @@ def test_a_rank_that_fails_in_the_first_step_leaves_no_run(job: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_killed_before_the_first_checkpoint_start_over(job: Path, tmp_path: Path) -> None:
-    by_launcher(("backward", "1", "1"), job, tmp_path / "run")
+    again = ("--nproc", "2", "--max-restarts", "1")
+    Job.finished(job, tmp_path / "run", *again, fault=("backward:kill", "1", "1"))
     steps = [event.step for event in events_of(tmp_path / "run", schema.Step)]
     assert steps == [1, *range(1, 10)]
 
@@ -176,18 +167,17 @@ def test_nproc_stops_on_request_and_continues(job: Path, tmp_path: Path) -> None
     )
     assert b"resolved.toml --nproc 2 --resume" in status.stdout, "as many ranks go on"
     last = stopped.step + 2
-    resumed = Job.fork(job, run, "--resume", str(run), "--set", f"train.steps={last}")
-    assert resumed.ended() == 0, resumed.text
+    Job.finished(job, run, "--resume", str(run), "--set", f"train.steps={last}")
     assert events_of(run, schema.Step)[-1].step == last
 
 
 @pytest.mark.slow
 def test_nproc_listens_on_loopback_only(job: Path, tmp_path: Path) -> None:
     """The store, Gloo's pairs, and whatever else the processes of a job open."""
-    started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", "train.steps=5000")
+    started = Job.fork(job, tmp_path / "run", "--nproc", "2", "--set", "train.steps=5000")
     started.wait_for_step(ranks=2)
     addresses = listening(processes_of(tmp_path / "run"))
-    started.process.terminate()
+    started.process.send_signal(signal.SIGTERM)
     assert started.ended() == 75, started.text
     assert addresses and addresses <= LOOPBACK
     assert "resolved.toml --nproc 2 --resume" in started.text, "as many ranks go on"
@@ -197,8 +187,7 @@ def test_nproc_listens_on_loopback_only(job: Path, tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_and_the_job_comes_back(job: Path, tmp_path: Path) -> None:
     least = ("--set", f"train.hang_timeout_s={HANG_S}")
     arguments = ("--nproc", "2", "--max-restarts", "1", *least)
-    started = Job.fork(job, tmp_path / "run", *arguments, fault=("adam:stop", "5", "0"))
-    assert started.ended() == 0, started.text
+    started = Job.finished(job, tmp_path / "run", *arguments, fault=("adam:stop", "5", "0"))
     assert started.named_after_s(0) > 0
     assert started.steps()[-1] == 9
     assert events_of(tmp_path / "run", schema.RunEnded)[-1].status == "done"
@@ -254,8 +243,7 @@ def test_a_start_that_is_refused_prints_no_traceback(job: Path, tmp_path: Path) 
     """Rank 0 alone knows that the folder is taken; the others lose their peer."""
     first = Job.fork(job, tmp_path / "run", "--set", "train.steps=5000")
     first.wait_for_step()
-    second = Job.fork(job, tmp_path / "run", "--nproc", "2", "--resume", "auto")
-    assert second.ended() == 2
+    second = Job.finished(job, tmp_path / "run", "--nproc", "2", "--resume", "auto", code=2)
     lines = [line for line in second.text.splitlines() if line.startswith(("rank", "[rank"))]
     assert "is already running, pid" in lines[0]
     assert "Traceback" not in second.text and "RuntimeError" not in second.text
@@ -271,15 +259,14 @@ def test_random_faults(what: str, count: int) -> None:
     assert rank_faults.main([what, "--count", str(count), "--at-once", "2"]) == 0
 
 
-def test_bad_numbers_of_ranks(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_numbers_of_ranks(job: Path, command: Command) -> None:
     for arguments, message in (
         (["--nproc", "none"], "--nproc none: give a number"),
         (["--nproc", "3"], "take 2, or a batch that 3 divides"),
         (["--nproc", "auto"], "this torch sees none"),
         (["--max-restarts", "2"], "it needs --nproc"),
     ):
-        assert main.main(["train", str(job), *arguments]) == 2
-        errors = capsys.readouterr().err
+        errors = command("train", job, *arguments, code=2).err
         assert message in errors and "Traceback" not in errors
     assert not (job.parent / "runs").exists()
 

@@ -21,7 +21,7 @@ from offloadtrain.events import schema
 from tests.distributed.rank_faults import ROOT, Job, job_file, none_left, processes_of
 from tests.train.small_job import events_of, tensor_hashes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("pools")]
 MEMORY = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
 _HOG = """
@@ -43,14 +43,24 @@ def last_hashes(run: Path) -> dict[str, str]:
     return tensor_hashes(run, max(steps_of(run)))
 
 
-def checked_resume(job: Path, run: Path, *, undisturbed: Path) -> None:
+LONG = ("train.steps=150", "train.checkpoint_every=3")
+"""Steps enough for a fault between them."""
+
+
+def assert_resumes(job: Path, run: Path, undisturbed: Path) -> None:
     """Resume a run, and compare its losses and its tensors with those of one without a fault."""
-    for folder, arguments in ((undisturbed, []), (run, ["--resume", "auto"])):
-        started = Job.fork(job, folder, *arguments, "--nproc", "2")
-        assert started.ended() == 0, started.text
+    Job.finished(job, run, "--nproc", "2", "--resume", "auto")
     assert steps_of(run) == steps_of(undisturbed)
     assert last_hashes(run) == last_hashes(undisturbed)
     assert none_left(run)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, pools: object) -> Path:
+    """The run of a long job without a fault."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    Job.finished(job_file(folder, *LONG), folder / "run", "--nproc", "2")
+    return folder / "run"
 
 
 def start_in(group: Path, job: Path, run: Path) -> Job:
@@ -89,9 +99,9 @@ def memory_group(name: str) -> Iterator[Path]:
 
 
 def test_a_rank_that_the_kernel_kills_for_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job, run = job_file(tmp_path, "train.steps=150", "train.checkpoint_every=3"), tmp_path / "run"
+    job, run = job_file(tmp_path, *LONG), tmp_path / "run"
     with memory_group(f"offloadtrain-{os.getpid()}") as group:
         started = start_in(group, job, run)
         started.wait_for_step(2, 7)
@@ -108,7 +118,7 @@ def test_a_rank_that_the_kernel_kills_for_memory(
         line = next(line for line in started.text.splitlines() if "was killed by SIGKILL" in line)
         assert line.startswith("rank ") and "probably out of memory" in line, line
         assert "Traceback" not in started.text and main(["status", str(run)]) == 1
-    checked_resume(job, run, undisturbed=tmp_path / "undisturbed")
+    assert_resumes(job, run, undisturbed)
 
 
 COMBINED = {
@@ -124,7 +134,6 @@ COMBINED = {
 }
 
 
-@pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("mode", COMBINED)
 def test_random_kills_in_combined_modes(tmp_path: Path, mode: str) -> None:
     """Of the launcher or of a rank, at any time of set-up or training: no step is lost, no process
@@ -144,11 +153,9 @@ def test_random_kills_in_combined_modes(tmp_path: Path, mode: str) -> None:
         assert none_left(runs[0]), started.text
         assert "Traceback" not in started.text, started.text
     assert sum(code != 0 for code in codes) >= 2, codes
-    for run in runs:
-        started = Job.fork(job, run, *arguments)
-        assert started.ended() == 0, started.text
-    assert steps_of(runs[0]) == steps_of(runs[1]) and len(steps_of(runs[0])) == 40
-    assert last_hashes(runs[0]) == last_hashes(runs[1])
+    Job.finished(job, runs[1], "--nproc", "2")
+    assert_resumes(job, *runs)
+    assert len(steps_of(runs[0])) == 40
 
 
 @contextmanager
@@ -188,24 +195,24 @@ def test_a_scratch_drive_that_is_really_full(tmp_path: Path) -> None:
             while filler.write(bytes(1 << 12)):
                 pass  # until there is no space
         resume = ("--resume", "auto", "--set", f"offload.scratch_dir={drive}")
-        full = Job.start(job, run, "--nproc", "2", *resume)
-        assert full.ended() == 1, full.text
+        full = Job.finished(job, run, "--nproc", "2", *resume, code=1)
         assert "Traceback" not in full.text, full.text
         assert re.search(rf"scratch_dir = '{drive}' failed: .* \(E(IO|NOSPC)\)", full.text), (
             full.text
         )
         assert none_left(run)
-    checked_resume(job, run, undisturbed=tmp_path / "undisturbed")
+    Job.finished(job, tmp_path / "undisturbed", "--nproc", "2")
+    assert_resumes(job, run, tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("stopped", ["launcher", "launcher and rank"])
-def test_a_launcher_that_is_stopped(tmp_path: Path, stopped: str) -> None:
+def test_a_launcher_that_is_stopped(tmp_path: Path, undisturbed: Path, stopped: str) -> None:
     """Ranks go on without it. Killed then, it leaves no process; continued, it names the rank that
     is stopped, too."""
-    job, run = job_file(tmp_path, "train.steps=150", "train.checkpoint_every=3"), tmp_path / "run"
+    job, run = job_file(tmp_path, *LONG), tmp_path / "run"
     limit_s = "15" if stopped == "launcher" else "5"
     least = ("--set", f"train.hang_timeout_s={limit_s}")
-    started = Job.start(job, run, "--nproc", "2", *least)
+    started = Job.fork(job, run, "--nproc", "2", *least)
     started.wait_for_step(2, 4)
     started.process.send_signal(signal.SIGSTOP)
     before = len(started.steps())
@@ -221,4 +228,4 @@ def test_a_launcher_that_is_stopped(tmp_path: Path, stopped: str) -> None:
         assert started.ended() == 70, started.text
         assert "stopped by a signal" in started.text
     assert none_left(run)
-    checked_resume(job, run, undisturbed=tmp_path / "undisturbed")
+    assert_resumes(job, run, undisturbed)

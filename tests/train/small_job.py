@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
-from offloadtrain.cli.commands.train import run_job
+from offloadtrain.cli.commands import train
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.events import log_lines, schema
@@ -62,9 +64,48 @@ def small_job(folder: Path, *overrides: str) -> Config:
     return jobs.loads(JOB.format(folder=folder), "small", overrides)
 
 
-def run(job: Config, path: Path | None, *, resume: str = "never") -> int:
-    """Train in-process in the run folder `path`, None: a dated one; return the exit code."""
-    return run_job(job, jobs.dump(job), run_dir=path, resume=resume)
+class StopAfter:
+    """What hears signals, as if one came during the n-th step of a start."""
+
+    wants_checkpoint = False
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def defer(self) -> None:
+        return None
+
+    def __enter__(self) -> StopAfter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    @property
+    def requested(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+def run(
+    job: Config, path: Path | None, *, resume: str = "never", stop_after: int | None = None
+) -> int:
+    """Train in-process in the run folder `path`, None: a dated one; return the exit code.
+
+    Args:
+        stop_after: this start is asked to stop during its n-th step.
+    """
+    stopping = mock.patch.object(train, "StopRequests", lambda **_: StopAfter(stop_after or 0))
+    with nullcontext() if stop_after is None else stopping:
+        return train.run_job(job, jobs.dump(job), run_dir=path, resume=resume)
+
+
+def run_in_parts(job: Config, path: Path, *stops: int) -> None:
+    """Train in the run folder to the end, with a stop during the n-th step of each start before
+    the last one."""
+    for number, stop in enumerate((*stops, None)):
+        resume = str(path) if number else "auto"
+        assert run(job, path, resume=resume, stop_after=stop) == (0 if stop is None else 75)
 
 
 def events_of(path: Path, kind: type[AnyEvent]) -> list[AnyEvent]:
@@ -86,6 +127,12 @@ def tensor_hashes(path: Path, step: int) -> dict[str, str]:
     hashes = {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.bin")}
     assert hashes
     return hashes
+
+
+def assert_same_run(path: Path, expected: Path, last: int = 12) -> None:
+    """All steps and the final tensors, to the bit."""
+    assert history(path) == history(expected)
+    assert tensor_hashes(path, last) == tensor_hashes(expected, last)
 
 
 def kinds(events: Sequence[schema.Event]) -> set[str]:

@@ -18,6 +18,7 @@ from offloadtrain.data.tokens import TokenFile
 from offloadtrain.events import schema
 from offloadtrain.model.language_model import OwnModel
 from offloadtrain.train.build import assemble
+from tests.conftest import Command
 from tests.data import tiny
 from tests.train.small_job import events_of, run, small_job
 
@@ -61,6 +62,7 @@ def test_a_question_is_rendered_by_the_template(
     chats: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     """And the answer alone is printed, up to the end of the assistant's turn. A model without a
     template answers none."""
@@ -82,12 +84,14 @@ def test_a_question_is_rendered_by_the_template(
     assert prompts == [[rendered]]
     assert capsys.readouterr().out == "it is 8\n"
     assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "bytes") == 0
-    assert main(["generate", f"{tmp_path}/bytes", "--chat", "--prompt", "a"]) == 2
-    assert "tokenizer 'bytes' cannot have one" in capsys.readouterr().err
+    assert (
+        "tokenizer 'bytes' cannot have one"
+        in command("generate", f"{tmp_path}/bytes", "--chat", "--prompt", "a", code=2).err
+    )
 
 
 def test_an_exported_folder_is_evaluated_as_its_job_was(
-    tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, chats: Path, capsys: pytest.CaptureFixture[str], command: Command
 ) -> None:
     """The loss over the counted tokens of each conversation alone, as a plain loop has it."""
     tiny.folder(tmp_path / "t")
@@ -110,8 +114,7 @@ def test_an_exported_folder_is_evaluated_as_its_job_was(
     for options in ([], ["--packing", "padded"], ["--packing", "stream"]):
         capsys.readouterr()
         evaluation = ["eval", f"{tmp_path}/out", "--data", f"{val}", "--seq-len", "32"]
-        assert main([*evaluation, *options, "--json"]) == 0
-        results.append(json.loads(capsys.readouterr().out))
+        results.append(json.loads(command(*evaluation, *options, "--json").out))
     assert results[0] == results[1] and results[0]["tokens"] == counted > 0
     assert results[0]["loss"] == pytest.approx(total / counted, rel=1e-4)
     assert results[2]["loss"] != results[0]["loss"]
@@ -119,8 +122,8 @@ def test_an_exported_folder_is_evaluated_as_its_job_was(
         data = tmp_path / f"data-{name}"
         prepare(chats, data, tokenizer=str(tiny.folder(tmp_path / name, begin=begin)))
         for model in ("run", "out"):
-            command = ["eval", f"{tmp_path}/{model}", "--data", f"{data}/val.bin"]
-            assert main([*command, "--seq-len", "32"]) == code
+            evaluation = ["eval", f"{tmp_path}/{model}", "--data", f"{data}/val.bin"]
+            assert main([*evaluation, "--seq-len", "32"]) == code
     assert capsys.readouterr().err.count("was prepared with another tokenizer") == 2
 
 

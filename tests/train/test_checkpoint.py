@@ -23,7 +23,6 @@ import pytest
 import torch
 import xxhash
 
-from offloadtrain.cli.main import main
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.hardware import direct_io
 from offloadtrain.hardware.direct_io import BLOCK, DirectFile, aligned_buffer
@@ -39,6 +38,7 @@ from offloadtrain.train.checkpoint.manifest import (
 from offloadtrain.train.checkpoint.reader import Piece, Target, scatter
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Part, Save, TensorWriter, save
+from tests.conftest import Command
 from tests.runtime.fake_cuda import installed
 from tests.train.faulty_os import FaultyOs, fail_with, through
 from tests.train.toy_state import ToyModel, ToyState, filled, same
@@ -555,19 +555,18 @@ def test_a_failed_write_leaves_nothing_behind(two_saved: Path, tmp_path: Path) -
 
 
 def test_checkpoints_are_listed_and_a_changed_byte_is_found_only_by_reading_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     """The newest first. A folder that is no run is one line."""
-    assert main(["checkpoints", str(tmp_path)]) == 2
-    assert "is not a run folder" in capsys.readouterr().err
+    assert "is not a run folder" in command("checkpoints", tmp_path, code=2).err
     save_steps(tmp_path / "checkpoints", 1, 2, 3)
     flip(tmp_path / "checkpoints" / "step-00000002" / "rank-000.bin")
-    assert main(["checkpoints", str(tmp_path)]) == 0
-    head, *rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    head, *rows = [
+        re.split("  +", line) for line in command("checkpoints", tmp_path).out.splitlines()
+    ]
     assert head == ["checkpoint", "state", "size", "ranks"]
     assert rows == [[f"step-{step:08d}", "listed", "48.0 KiB", "1"] for step in (3, 2, 1)]
-    assert main(["checkpoints", str(tmp_path), "--verify", "--json"]) == 1
-    out, err = capsys.readouterr()
+    out, err = command("checkpoints", tmp_path, "--verify", "--json", code=1)
     states = {row["name"][-1]: row["state"] for row in map(json.loads, out.splitlines())}
     assert states == {"3": "verified", "2": "damaged", "1": "verified"}
     assert err.count("\n") == 1 and " of '" in err

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.cli.main import main
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.data.batches import Batch
@@ -16,6 +15,7 @@ from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.build import assemble
 from offloadtrain.train.losses import loss_divisor, loss_of
+from tests.conftest import Command
 from tests.numerics.reference import ResidentRun
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
 from tests.train.small_job import ENCODER, events_of, run, small_job
@@ -26,7 +26,7 @@ def encoder_job(folder: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.slow
-def test_it_learns_and_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_and_is_evaluated(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "run"
     job = encoder_job(tmp_path, "optim.name=lamb", "optim.max_norm=10", "optim.lr=0.1")
     assert run(job, path) == 0
@@ -34,12 +34,12 @@ def test_it_learns_and_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert losses[-1] < losses[0] - 0.5
 
     (val,) = (tmp_path / "data").rglob("val.bin")
-    assert main(["eval", f"{path}", "--data", f"{val}", "--device", "cpu"]) == 0
-    assert "loss" in capsys.readouterr().out
-    assert main(["generate", f"{path}", "--prompt", "1 + "]) == 2
-    assert "continues no text" in capsys.readouterr().err
-    assert main(["export", f"{path}", f"{tmp_path}/out"]) == 2
-    assert "no class of transformers is an encoder" in capsys.readouterr().err
+    assert "loss" in command("eval", path, "--data", val, "--device", "cpu").out
+    assert "continues no text" in command("generate", path, "--prompt", "1 + ", code=2).err
+    assert (
+        "no class of transformers is an encoder"
+        in command("export", path, f"{tmp_path}/out", code=2).err
+    )
 
 
 STREAMED = ("offload.working=host", "offload.activation=recompute")

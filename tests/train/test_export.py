@@ -34,6 +34,7 @@ from offloadtrain.model.experts import MixtureOfExperts
 from offloadtrain.model.layers import RotaryTables
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.trained_model import open_saved
+from tests.conftest import Command
 from tests.data.tiny import write_tokens
 
 SMALL = ModelShape(vocab_size=97, num_layers=2, d_model=32, num_heads=4, max_seq_len=24)
@@ -153,14 +154,13 @@ def assert_has_masters(model: Any, path: Path) -> None:
 
 
 def test_a_run_becomes_a_folder_of_transformers(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained_run: Path, tmp_path: Path, command: Command
 ) -> None:
     """Run or checkpoint; from masters; with the tokenizer that the run has."""
     newest = trained_run / "checkpoints" / "step-00000003"
     for number, source in enumerate((trained_run, newest)):
         out = tmp_path / f"out-{number}"
-        assert main(["export", str(source), str(out), "--dtype", "fp32"]) == 0
-        output = capsys.readouterr()
+        output = command("export", source, out, "--dtype", "fp32")
         assert output.out == f"{out}\n" and "step-00000003 as LlamaForCausalLM" in output.err
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert_has_masters(model, trained_run)
@@ -174,7 +174,7 @@ def test_a_run_becomes_a_folder_of_transformers(
 def test_a_disk_that_refuses_is_one_line(
     trained_run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """safetensors has an error of its own, which contains the system's number."""
@@ -185,8 +185,7 @@ def test_a_disk_that_refuses_is_one_line(
             raise SafetensorError(reason)
 
         monkeypatch.setattr(export, "save_file", refuse)
-        assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = command("export", trained_run, tmp_path / "out", code=1).err.splitlines()
         assert os.strerror(code) in line
         assert list(tmp_path.iterdir()) == []
 
@@ -194,7 +193,7 @@ def test_a_disk_that_refuses_is_one_line(
 def test_a_signal_leaves_no_half_of_a_folder(
     trained_run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -205,9 +204,8 @@ def test_a_signal_leaves_no_half_of_a_folder(
 
         monkeypatch.setattr(export, "save_file", interrupted)
         monkeypatch.setattr(torch_export, "_fill", interrupted)
-        for command in (["export"], ["convert", "--to", "torch"]):
-            assert main([*command, str(trained_run), str(tmp_path / "out")]) == 1
-            assert capsys.readouterr().err == "interrupted\n"
+        for words in (["export"], ["convert", "--to", "torch"]):
+            assert command(*words, trained_run, tmp_path / "out", code=1).err == "interrupted\n"
             assert list(tmp_path.iterdir()) == []
         assert signal.getsignal(number) == before
 
@@ -296,7 +294,7 @@ def test_what_cannot_be_exported_evaluated_or_continued_is_refused(
     trained_run: Path,
     exported: Path,
     tmp_path: Path,
-    capsys: Captured,
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pieces = [torch.arange(100).numpy()]
@@ -331,18 +329,15 @@ def test_what_cannot_be_exported_evaluated_or_continued_is_refused(
         ("has no *.safetensors", "generate", part, "--prompt", "a"),
         ("transformers cannot load a tokenizer", "generate", torn, "--prompt", "a"),
     ):
-        assert main([str(argument) for argument in arguments]) == 2
-        assert message in capsys.readouterr().err
+        assert message in command(*arguments, code=2).err
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for command in (
+    for arguments in (
         ["export", trained_run, tmp_path / "out"],
         ["generate", exported, "--prompt", "a"],
     ):
-        assert main([str(argument) for argument in command]) == 2
-        assert "pip install 'offloadtrain[hf]'" in capsys.readouterr().err
+        assert "pip install 'offloadtrain[hf]'" in command(*arguments, code=2).err
     # Refused before a checkpoint is read or a package imported, which take seconds.
-    assert main(["export", str(untrained), str(part)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty" in command("export", untrained, part, code=2).err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -43,8 +43,8 @@ from offloadtrain.train.checkpoint.save import Save
 from offloadtrain.train.dry_run import laid_out
 from offloadtrain.train.trained_model import evaluate, open_model, open_saved
 from offloadtrain.train.trainer import Trainer
+from tests.conftest import Command
 from tests.data import tiny
-from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text
 
 pytestmark = pytest.mark.filterwarnings(  # a name that PEFT uses of transformers
@@ -467,13 +467,11 @@ def test_random_weights_are_those_that_transformers_draws(tmp_path: Path) -> Non
     ],
 )
 def test_a_resumed_run_has_the_same_bits_from_a_moved_folder(
-    tmp_path: Path, overrides: tuple[str, ...], stop_after: StopAfter
+    tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     job = hf_job_of(tmp_path, "llama", *overrides)
     assert run(job, tmp_path / "whole") == 0
-    stop_after(2)
-    assert run(job, tmp_path / "parts") == 75
-    stop_after(None)
+    assert run(job, tmp_path / "parts", stop_after=2) == 75
     shutil.move(tmp_path / "llama", tmp_path / "elsewhere")
     moved = hf_job_of(tmp_path, "elsewhere", *overrides)
     assert run(moved, tmp_path / "parts", resume=str(tmp_path / "parts")) == 0
@@ -530,7 +528,7 @@ def masters_of(path: Path) -> dict[str, Tensor]:
 
 
 def test_a_run_is_exported_and_evaluated(
-    fine_tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fine_tuned: Path, tmp_path: Path, command: Command
 ) -> None:
     """Also where the model's folder is gone."""
     shutil.rmtree(fine_tuned.parent / "llama", ignore_errors=True)
@@ -548,14 +546,15 @@ def test_a_run_is_exported_and_evaluated(
     logged = events_of(fine_tuned, schema.Eval)[-1]
     result = evaluate(trained, val, seq_len=32, batch=4, most_tokens=logged.tokens)
     assert result.loss == pytest.approx(logged.val_loss, rel=1e-6)
-    assert main(["generate", str(fine_tuned), "--prompt", "1 +", "--max-tokens", "4"]) == 0
-    assert "1 +" in capsys.readouterr().out
-    assert main(["export", str(fine_tuned), str(tmp_path / "merged"), "--merge"]) == 2
-    assert "without adapters" in capsys.readouterr().err
+    assert "1 +" in command("generate", fine_tuned, "--prompt", "1 +", "--max-tokens", "4").out
+    assert (
+        "without adapters"
+        in command("export", fine_tuned, tmp_path / "merged", "--merge", code=2).err
+    )
 
 
 def test_adapters_are_exported_alone_and_merged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
 ) -> None:
     job = hf_job_of(tmp_path, "llama", LORA, "train.eval_every=0", "offload.precision=fp32")
     path, tokens = tmp_path / "run", torch.arange(20)[None]
@@ -572,5 +571,7 @@ def test_adapters_are_exported_alone_and_merged(
         trained = open_model(path, torch.device("cpu")).model.module(tokens).logits
         torch.testing.assert_close(merged(tokens).logits, adapted, rtol=1e-5, atol=1e-6)
     assert torch.equal(trained, adapted) and not torch.allclose(before, adapted, atol=1e-4)
-    assert main(["eval", str(tmp_path / "adapters"), "--data", "x"]) == 2
-    assert "holds adapters without their base" in capsys.readouterr().err
+    assert (
+        "holds adapters without their base"
+        in command("eval", tmp_path / "adapters", "--data", "x", code=2).err
+    )

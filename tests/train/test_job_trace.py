@@ -3,7 +3,6 @@ a plan whose trace tells every byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,19 +19,16 @@ from offloadtrain.plan.times import compute_seconds
 from offloadtrain.plan.tracing.tracer import ShapeTrace
 from offloadtrain.train.build import assemble, needed_trace
 from offloadtrain.train.losses import loss_divisor, loss_of
-from tests.train.conftest import assert_same_run
-from tests.train.small_job import run, small_job
+from tests.train.small_job import assert_same_run, run, run_in_parts, small_job
 
 SAVED = ("offload.activation=offload_saved", "offload.offload_saved_above=1024")
 
 
 @pytest.mark.slow
-def test_it_trains_and_goes_on_with_the_bits_of_kept_activations(
-    tmp_path: Path, with_stops: Callable[..., None]
-) -> None:
+def test_it_trains_and_goes_on_with_the_bits_of_kept_activations(tmp_path: Path) -> None:
     keeping, moved = tmp_path / "kept", tmp_path / "moved"
     assert run(small_job(tmp_path), keeping) == 0
-    with_stops(small_job(tmp_path, *SAVED, "offload.working=host"), moved, 5)
+    run_in_parts(small_job(tmp_path, *SAVED, "offload.working=host"), moved, 5)
     assert_same_run(moved, keeping)
 
 

@@ -23,8 +23,16 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.trainer import Trainer
 from tests.numerics.test_compiled_blocks import generates
-from tests.train.conftest import StopAfter, assert_same_run
-from tests.train.small_job import ENCODER, events_of, history, run, small_job, tensor_hashes
+from tests.train.small_job import (
+    ENCODER,
+    assert_same_run,
+    events_of,
+    history,
+    run,
+    run_in_parts,
+    small_job,
+    tensor_hashes,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,6 @@ from tests.train.small_job import ENCODER, events_of, history, run, small_job, t
 )
 def test_resume_is_bit_exact(
     tmp_path: Path,
-    with_stops: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     precision: str,
 ) -> None:
@@ -43,7 +50,7 @@ def test_resume_is_bit_exact(
     job = small_job(tmp_path, f"offload.precision={precision}")
     uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
     assert run(job, uninterrupted) == 0
-    with_stops(job, parted, 1, 4, 2)
+    run_in_parts(job, parted, 1, 4, 2)
     assert_same_run(parted, uninterrupted)
     scales = {e.loss_scale for e in events_of(uninterrupted, schema.Step)}
     assert scales == ({64.0, 128.0, 256.0, 512.0} if precision == "fp16" else {None})
@@ -69,16 +76,14 @@ SKIPS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0, 1])
 def test_a_run_resumes_with_another_share_of_the_sums_on_the_device(
-    tmp_path: Path, stop_after: StopAfter, share: int
+    tmp_path: Path, share: int
 ) -> None:
     sums_on = [f"offload.sums_on={{device={of}}}" for of in (0.4, share)]
     keys = ("offload.clip_norm=0.3", "train.grad_accum_steps=3", "train.micro_batch=1")
     first, other = (small_job(tmp_path, *keys, of) for of in sums_on)
     uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
     assert run(first, uninterrupted) == 0
-    stop_after(5)
-    assert run(first, parted) == 75
-    stop_after(None)
+    assert run(first, parted, stop_after=5) == 75
     assert run(other, parted, resume=str(parted)) == 0
     assert_same_run(parted, uninterrupted)
 
@@ -100,12 +105,12 @@ def test_a_run_resumes_with_another_share_of_the_sums_on_the_device(
     ],
 )
 def test_every_mode_and_placement_resumes(
-    tmp_path: Path, with_stops: Callable[..., None], overrides: list[str], limits: tuple[int, ...]
+    tmp_path: Path, overrides: list[str], limits: tuple[int, ...]
 ) -> None:
     job = small_job(tmp_path, *overrides)
     uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
     assert run(job, uninterrupted) == 0
-    with_stops(job, parted, *limits)
+    run_in_parts(job, parted, *limits)
     assert_same_run(parted, uninterrupted)
     of_experts = [read_steps(path) for path in (uninterrupted, parted)]
     assert of_experts[0] == of_experts[1] and (len(of_experts[0]) > 4) == (SKIPS[0] in overrides)
@@ -165,11 +170,9 @@ def test_all_random_states_come_back() -> None:
 
 
 @pytest.mark.slow
-def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
+def test_another_job_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    stop_after(2)
-    assert run(small_job(tmp_path), path) == 75
-    stop_after(None)
+    assert run(small_job(tmp_path), path, stop_after=2) == 75
     with pytest.raises(ConfigError, match=r"model\.num_heads: 2 -> 4"):
         run(small_job(tmp_path, "model.num_heads=4"), path, resume="auto")
     with pytest.raises(ConfigError, match="precision"):
@@ -184,7 +187,6 @@ def test_another_job_is_refused(tmp_path: Path, stop_after: StopAfter) -> None:
 @pytest.mark.parametrize(("before", "now"), [(4.0, 0.2), (0.2, 4.0)])
 def test_a_precision_that_was_measured_is_kept(
     tmp_path: Path,
-    stop_after: StopAfter,
     monkeypatch: pytest.MonkeyPatch,
     before: float,
     now: float,
@@ -193,8 +195,7 @@ def test_a_precision_that_was_measured_is_kept(
     job, path = small_job(tmp_path, "offload.precision=auto", "train.steps=4"), tmp_path / "run"
     for speedup, limit in ((before, 2), (now, None)):
         monkeypatch.setattr("offloadtrain.runtime.device.cpu_bf16_speedup", lambda x=speedup: x)
-        stop_after(limit)
-        assert run(job, path, resume="auto") == (75 if limit else 0)
+        assert run(job, path, resume="auto", stop_after=limit) == (75 if limit else 0)
     plans = [start.plan for start in events_of(path, schema.RunStarted)]
     precision = "bf16" if before > 1 else "fp32"
     assert [plan["precision"] for plan in plans] == [precision] * 2
@@ -220,7 +221,6 @@ def torch_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], N
 )
 def test_torch_s_threads_are_kept(
     tmp_path: Path,
-    stop_after: StopAfter,
     torch_threads: Callable[[int], None],
     overrides: list[str],
     threads: int,
@@ -229,10 +229,8 @@ def test_torch_s_threads_are_kept(
     """Bits depend on their number: a run goes on with those it began with, or says so."""
     path = tmp_path / "run"
     torch_threads(1)
-    stop_after(2)
-    assert run(small_job(tmp_path, "train.steps=4"), path) == 75
+    assert run(small_job(tmp_path, "train.steps=4"), path, stop_after=2) == 75
     torch_threads(3)
-    stop_after(None)
     assert run(small_job(tmp_path, "train.steps=4", *overrides), path, resume="auto") == 0
     numbers = [start.plan["threads"] for start in events_of(path, schema.RunStarted)]
     assert numbers == [1, threads] and torch.get_num_threads() == threads
@@ -258,12 +256,10 @@ def job_and_hashes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, di
 
 @pytest.mark.slow
 def test_a_stopped_run_without_one_of_its_parts_resumes_with_the_same_bits(
-    tmp_path: Path, stop_after: StopAfter, job_and_hashes: tuple[Config, dict[str, str]]
+    tmp_path: Path, job_and_hashes: tuple[Config, dict[str, str]]
 ) -> None:
     job, expected = job_and_hashes
-    stop_after(7)
-    assert run(job, tmp_path / "stopped") == 75
-    stop_after(None)
+    assert run(job, tmp_path / "stopped", stop_after=7) == 75
     for number, part in enumerate(PARTS):
         folder = Path(shutil.copytree(tmp_path / "stopped", tmp_path / f"{number}"))
         _remove(folder / part)

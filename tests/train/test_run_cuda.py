@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,14 @@ from offloadtrain.events import schema
 from offloadtrain.train.build import assemble
 from tests import levels
 from tests.gpu.precision import DEVICE, DTYPES, HAS_GPU
-from tests.train.conftest import assert_same_run
-from tests.train.small_job import events_of, run, small_job
+from tests.train.small_job import assert_same_run, events_of, run, run_in_parts, small_job
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize("precision", sorted(DTYPES.keys() - {"fp32"}))
-def test_resume_is_bit_exact_on_a_gpu(
-    tmp_path: Path, with_stops: Callable[..., None], precision: str
-) -> None:
+def test_resume_is_bit_exact_on_a_gpu(tmp_path: Path, precision: str) -> None:
     job = small_job(
         tmp_path,
         f"device.kind={DEVICE.type}",
@@ -32,7 +28,7 @@ def test_resume_is_bit_exact_on_a_gpu(
     )
     uninterrupted, parted = tmp_path / "whole", tmp_path / "parted"
     assert run(job, uninterrupted) == 0
-    with_stops(job, parted, 5)
+    run_in_parts(job, parted, 5)
     assert_same_run(parted, uninterrupted)
     losses = [e.val_loss for e in events_of(uninterrupted, schema.Eval)]
     assert losses[-1] < losses[0] - 1.0

@@ -24,7 +24,6 @@ import pytest
 from offloadtrain_tui.reading.log_reader import list_runs
 
 from offloadtrain.cli.exit_codes import FAILED, USAGE, of_error
-from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.job import Config, load
@@ -35,8 +34,8 @@ from offloadtrain.train import run_folder
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job, open_run
+from tests.conftest import Command
 from tests.data.tiny import write_tokens
-from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, run, small_job, write_text
 
 HOLDER = """
@@ -364,7 +363,7 @@ FAILING: list[tuple[str, int, str]] = [
 
 
 def test_a_start_that_fails_says_why_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 100 << 30)
@@ -373,8 +372,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     job.write_text(JOB.format(folder=tmp_path))
     for number, (overrides, code, message) in enumerate(FAILING):
         where = ["--run-dir", str(runs / "mine")] if number % 2 else []
-        assert main(["train", str(job), *where, "--set", *overrides.split()]) == code
-        out, err = capsys.readouterr()
+        out, err = command("train", job, *where, "--set", *overrides.split(), code=code)
         assert message in err and "Traceback" not in err and out == ""
         assert not runs.exists(), overrides
 
@@ -411,23 +409,21 @@ def test_a_failure_after_the_first_step_is_kept(
 
 @pytest.mark.slow
 def test_auto_passes_over_newer_runs_without_a_good_checkpoint(
-    tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, runs = small_job(tmp_path), tmp_path / "runs"
     good, damaged, empty, other = (
         runs / f"2030010{day}-000000-{name}"
         for day, name in ((1, "small"), (2, "small"), (3, "small"), (4, "other"))
     )
-    stop_after(2)
     for path in (good, damaged, other):
-        assert run(job, path) == 75
+        assert run(job, path, stop_after=2) == 75
     for saved in checkpoint.find(damaged / "checkpoints"):
         (saved / "state.json").write_text("{}")
     (empty / "events").mkdir(parents=True)
     (empty / "checkpoints").mkdir()
     (empty / "run.json").write_text("{}")
     left = {path: tree(path) for path in (damaged, empty, other)}
-    stop_after(None)
     assert run(job, None, resume="auto") == 0
     assert [e.start_step for e in events_of(good, schema.RunStarted)] == [0, 2]
     assert {path: tree(path) for path in left} == left
@@ -460,13 +456,13 @@ main(sys.argv[3:])
     [("_evaluate", 0), ("_step", 1)],
 )
 def test_killed_before_the_first_checkpoint_the_same_command_starts_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, step: int
+    tmp_path: Path, command: Command, method: str, step: int
 ) -> None:
     write_text(tmp_path)
     job, named = tmp_path / "job.toml", tmp_path / "mine"
     job.write_text(JOB.format(folder=tmp_path))
-    command = ["train", str(job), "--run-dir", str(named), "--resume", "auto"]
-    program = [sys.executable, "-c", _KILLED, method, str(step), *command]
+    arguments = ["train", str(job), "--run-dir", str(named), "--resume", "auto"]
+    program = [sys.executable, "-c", _KILLED, method, str(step), *arguments]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
     killed = subprocess.run(program, env=alone, capture_output=True)
     assert killed.returncode == -signal.SIGKILL
@@ -475,21 +471,17 @@ def test_killed_before_the_first_checkpoint_the_same_command_starts_over(
         run(small_job(tmp_path), named)
     with pytest.raises(ConfigError, match=r"--run-dir .*mine --resume auto"):
         run(small_job(tmp_path), None, resume=str(named))
-    assert main(command) == 0
-    assert f"{named} has no checkpoint: starting over in it" in capsys.readouterr().err
+    assert f"{named} has no checkpoint: starting over in it" in command(*arguments).err
     assert (named / "events" / "rank000.jsonl").read_bytes().startswith(before)
     assert [e.start_step for e in events_of(named, schema.RunStarted)] == [0, 0]
     assert checkpoint.verify(checkpoint.find(named / "checkpoints")[0]).step == 12
 
 
-def test_only_damaged_checkpoints_are_left_for_a_person(
-    tmp_path: Path, stop_after: StopAfter
-) -> None:
+def test_only_damaged_checkpoints_are_left_for_a_person(tmp_path: Path) -> None:
     """And who begins second of two starts of one command is refused, and removes nothing."""
     job, path = small_job(tmp_path), tmp_path / "run"
     late = open_run(job, run_dir=path, resume="never", say=print)
-    stop_after(2)
-    assert run(job, path) == 75
+    assert run(job, path, stop_after=2) == 75
     before = tree(path)
     with late.run, pytest.raises(RunFolderError, match="already contains a run"):
         late.begin(job="other", resolved="other")
@@ -510,12 +502,9 @@ def flip_training_data(folder: Path) -> Path:
     return path
 
 
-def test_changed_training_data_is_refused_at_start_and_at_resume(
-    tmp_path: Path, stop_after: StopAfter
-) -> None:
+def test_changed_training_data_is_refused_at_start_and_at_resume(tmp_path: Path) -> None:
     job, named = small_job(tmp_path), tmp_path / "mine"
-    stop_after(2)
-    assert run(job, named) == 75
+    assert run(job, named, stop_after=2) == 75
     before = tree(named)
     path = flip_training_data(tmp_path)
     for run_dir, resume in ((tmp_path / "new", "never"), (named, "auto")):
@@ -523,7 +512,6 @@ def test_changed_training_data_is_refused_at_start_and_at_resume(
             run(job, run_dir, resume=resume)
     assert tree(named) == before and not (tmp_path / "new").exists()
     path.unlink()
-    stop_after(None)
     assert run(job, named, resume="auto") == 0, "prepared again as the message says"
 
 
@@ -541,16 +529,12 @@ def opened(job: Config, resume: str, run_dir: Path | None = None) -> tuple[RunFo
     return start.run, start.checkpoint is not None
 
 
-def test_auto_takes_the_newest_run_of_the_job_that_is_not_complete(
-    tmp_path: Path, stop_after: StopAfter
-) -> None:
+def test_auto_takes_the_newest_run_of_the_job_that_is_not_complete(tmp_path: Path) -> None:
     job, runs = small_job(tmp_path), tmp_path / "runs"
     assert opened(job, "auto")[1] is False
-    stop_after(2)
     for name in ("20300101-000000-small", "20300102-000000-small", "20300103-000000-other"):
-        assert run(job, runs / name) == 75
+        assert run(job, runs / name, stop_after=2) == 75
     assert opened(job, "auto")[0].path == runs / "20300102-000000-small"
-    stop_after(None)
     assert run(job, runs / "20300102-000000-small", resume="auto") == 0
     longer = small_job(tmp_path, "train.steps=20")
     folder, resumes = opened(longer, "auto")
@@ -558,10 +542,9 @@ def test_auto_takes_the_newest_run_of_the_job_that_is_not_complete(
     assert opened(job, "auto")[1] is False, "complete, so a new run"
 
 
-def test_a_run_dir_is_made_or_gone_on_with(tmp_path: Path, stop_after: StopAfter) -> None:
+def test_a_run_dir_is_made_or_gone_on_with(tmp_path: Path) -> None:
     job, named = small_job(tmp_path), tmp_path / "named"
-    stop_after(2)
-    assert run(job, named, resume="auto") == 75
+    assert run(job, named, resume="auto", stop_after=2) == 75
     with RunFolder(named), pytest.raises(RunFolderError, match="already running"):
         opened(job, str(named))
     assert opened(job, "auto", named)[1] is True
@@ -575,17 +558,14 @@ def test_a_run_dir_is_made_or_gone_on_with(tmp_path: Path, stop_after: StopAfter
 
 
 @pytest.mark.slow
-def test_other_held_out_tokens_are_reported_at_resume(
-    tmp_path: Path, stop_after: StopAfter
-) -> None:
+def test_other_held_out_tokens_are_reported_at_resume(tmp_path: Path) -> None:
     named = tmp_path / "mine"
-    stop_after(2)
-    assert run(small_job(tmp_path), named) == 75
+    assert run(small_job(tmp_path), named, stop_after=2) == 75
     folder = tmp_path / "data" / "text"
     files = [f"data.train={folder}/train.bin", f"data.val={tmp_path}/other.bin", "data.source="]
     tokens = TokenFile(folder / "val.bin").tokens[::-1]
     write_tokens(tmp_path / "other.bin", [tokens], vocab_size=256, tokenizer="bytes")
-    assert run(small_job(tmp_path, *files), named, resume="auto") == 75
+    assert run(small_job(tmp_path, *files), named, resume="auto", stop_after=2) == 75
     (changed,) = [e for e in events_of(named, schema.Warning_) if e.code == "job-changed"]
     assert "the held-out tokens" in changed.message
 

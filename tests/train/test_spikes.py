@@ -13,8 +13,15 @@ from offloadtrain.events import alerts, schema
 from offloadtrain.train import trainer
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.trainer import Trainer
-from tests.train.conftest import assert_same_run
-from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
+from tests.train.small_job import (
+    assert_same_run,
+    events_of,
+    history,
+    run,
+    run_in_parts,
+    small_job,
+    tensor_hashes,
+)
 
 STEPS = 16
 BATCHES = 2 * 4
@@ -71,7 +78,6 @@ def test_report_makes_the_update_and_alerts(tmp_path: Path, spoil: Spoil) -> Non
 def test_skip_leaves_the_batch_out(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    with_stops: Callable[..., None],
     mode: tuple[str, ...],
 ) -> None:
     """The bits of a run that never saw the batch; and of one that was stopped behind the spike."""
@@ -80,7 +86,7 @@ def test_skip_leaves_the_batch_out(
     with monkeypatch.context() as patch:
         plant(patch, 11)
         assert run(job, skipping) == 0
-        with_stops(job, parted, 11)
+        run_in_parts(job, parted, 11)
     real = Trainer._accumulate
 
     def leave_out(self: Trainer, clock: Any) -> None:
@@ -98,7 +104,7 @@ def test_skip_leaves_the_batch_out(
 
 @pytest.mark.slow
 def test_rollback_goes_on_with_other_data_and_resumes_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, with_stops: Callable[..., None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil
 ) -> None:
     """Checkpoints at 3, 6, 9 …; the batch of step 11 spikes: back to 9, on with that of step 12."""
     spoil(11)
@@ -122,7 +128,7 @@ def test_rollback_goes_on_with_other_data_and_resumes_to_the_bit(
         patch.setattr(Trainer, "_between_steps", between)
         run(job, killed)
     assert run(job, killed, resume="auto") == 0
-    with_stops(job, stopped, 13)  # behind the rollback: a checkpoint that holds it
+    run_in_parts(job, stopped, 13)  # behind the rollback: a checkpoint that holds it
     for path in (killed, stopped):
         assert tensor_hashes(path, STEPS) == tensor_hashes(uninterrupted, STEPS)
         assert history(path)[-3:] == history(uninterrupted)[-3:]

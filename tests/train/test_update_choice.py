@@ -15,8 +15,14 @@ from offloadtrain.train import update_choice
 from offloadtrain.train.log import run_memory
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.update_choice import UpdateChoice
-from tests.train.conftest import assert_same_run
-from tests.train.small_job import events_of, run, small_job, tensor_hashes
+from tests.train.small_job import (
+    assert_same_run,
+    events_of,
+    run,
+    run_in_parts,
+    small_job,
+    tensor_hashes,
+)
 
 MEASURED = update_choice._SETTLING + 3
 """Steps of each mode; all take the same time here, so that a few have the median of many."""
@@ -84,7 +90,6 @@ def kill_after(last: int) -> Callable[[Trainer], None]:
 def test_the_faster_mode_stays_also_after_a_resume(
     tmp_path: Path,
     clock: Callable[[float, float], None],
-    with_stops: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
     speculative_ms: float,
     exact_ms: float,
@@ -109,7 +114,7 @@ def test_the_faster_mode_stays_also_after_a_resume(
     assert bool(second_copy_bytes(auto)) == (decided == "speculative")
     assert 'update = "auto"' in (auto / "resolved.toml").read_text()
 
-    with_stops(job_of(tmp_path, "offload.update=auto"), parted, 2, DECIDES)
+    run_in_parts(job_of(tmp_path, "offload.update=auto"), parted, 2, DECIDES)
     assert_same_run(parted, exact, STEPS)
     first_event, event = events_of(parted, schema.Decided)
     assert first_event.step == event.step == DECIDES + 2

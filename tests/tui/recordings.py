@@ -6,8 +6,12 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
+from offloadtrain_tui.reading.runs import open_run
 
 from offloadtrain.events import log_lines, schema
 from offloadtrain.events.schema import Event
@@ -242,3 +246,15 @@ def write(folder: Path, *logs: Iterable[Timed], host: str = "elsewhere") -> Path
     (folder / "run.json").write_text(json.dumps(facts))
     (folder / "lock").touch()
     return folder
+
+
+def append(folder: Path, *events: Timed) -> None:
+    """Add events to the log of rank 0."""
+    with (folder / "events/rank000.jsonl").open("ab") as log:
+        log.writelines(lines(events))
+
+
+def snapshot_of(folder: Path, now_s: float) -> Snapshot:
+    """Read all logs of a run to their ends, as the monitor does at this time."""
+    with closing(RunReader(open_run(folder))) as reader:
+        return reader.read_to_end(now_s)

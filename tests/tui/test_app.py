@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def go(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(test)
-
-
 def messages(app: Monitor) -> str:
     return "\n".join(notification.message for notification in app._notifications)
 
@@ -86,22 +82,20 @@ def requests_in(folder: Path) -> list[tuple[str, str]]:
     return [(request["action"], request["message"]) for request in requests]
 
 
-def test_requests_are_confirmed_and_sent_to_runs_that_are_running(tmp_path: Path) -> None:
+async def test_requests_are_confirmed_and_sent_to_runs_that_are_running(tmp_path: Path) -> None:
     """Also to a run on another host whose log is fresh: the folder is shared. Not to a run that has
     ended, nor from a monitor that may only read."""
     ended, folder = write(tmp_path / "ended", plain()), live(tmp_path / "run")
     assert json.loads((folder / "run.json").read_text())["host"] != socket.gethostname()
 
-    async def elsewhere() -> None:
-        async with watching(folder, clock=StoppedClock(time.time())) as (app, press):
-            assert app.shown.snapshot.state == "running"
-            await press("c")
-            assert isinstance(app.screen, Confirm)
-        async with watching(ended) as (app, press):
-            await press("c", "S", "n")
-            assert not isinstance(app.screen, Confirm | Ask)
-
-    async def here() -> None:
+    async with watching(folder, clock=StoppedClock(time.time())) as (app, press):
+        assert app.shown.snapshot.state == "running"
+        await press("c")
+        assert isinstance(app.screen, Confirm)
+    async with watching(ended) as (app, press):
+        await press("c", "S", "n")
+        assert not isinstance(app.screen, Confirm | Ask)
+    with trainer(folder):
         async with watching(folder, readonly=True) as (app, press):
             await press("c", "S", "n")
             assert not isinstance(app.screen, Confirm | Ask) and "readonly" in messages(app)
@@ -118,32 +112,25 @@ def test_requests_are_confirmed_and_sent_to_runs_that_are_running(tmp_path: Path
             await press("n")
             await press(*"hello", "enter")
             assert requests_in(folder) == [("checkpoint", ""), ("abort", ""), ("note", "hello")]
-
-    go(elsewhere())
-    with trainer(folder):
-        go(here())
     assert not (ended / "control").exists()
 
 
-def test_the_palette_opens_a_screen_and_the_timeline_is_exported(tmp_path: Path) -> None:
+async def test_the_palette_opens_a_screen_and_the_timeline_is_exported(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", plain())
 
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            newest = text(app)
-            await press("[", "5", "end", "1")
-            assert text(app) == newest, "a chart that is shown again is drawn completely"
-            await press("ctrl+p")
-            await press(*"timeline")
-            await until(lambda: "Screen 4: timeline" in text(app))
-            await press("escape", "x")
-            await app.workers.wait_for_complete()
-            await press()
-            assert "trace.json" in messages(app)
-            entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
-            assert any(entry["name"] == "adam 2" for entry in entries)
-
-    go(test())
+    async with watching(folder) as (app, press):
+        newest = text(app)
+        await press("[", "5", "end", "1")
+        assert text(app) == newest, "a chart that is shown again is drawn completely"
+        await press("ctrl+p")
+        await press(*"timeline")
+        await until(lambda: "Screen 4: timeline" in text(app))
+        await press("escape", "x")
+        await app.workers.wait_for_complete()
+        await press()
+        assert "trace.json" in messages(app)
+        entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        assert any(entry["name"] == "adam 2" for entry in entries)
     names = [f"panel {number}" for number in range(1, 12)]
     keys = [key for key, _ in with_keys(names)]
     assert keys == [*"1234567890", ""], "the eleventh panel has no key"
@@ -163,54 +150,48 @@ def test_the_footer_names_whole_keys_at_every_width() -> None:
 
 
 @pytest.mark.slow
-def test_runs_are_opened_and_drawn_over_each_other(tmp_path: Path) -> None:
+async def test_runs_are_opened_and_drawn_over_each_other(tmp_path: Path) -> None:
     write(tmp_path / "20260101-000000-first", plain(30, seed=1, name="first"))
     second = write(tmp_path / "20260201-000000-second", plain(50, name="second"))
 
-    async def test() -> None:
-        async with watching(second) as (app, press):
-            await press("9", "down", "o")
-            while len(app.reader.snapshots) < 2 or not app.shown.other_runs:
-                await press()
-                app.settle()
-            assert [other.name for other in app.shown.other_runs] == ["20260101-000000-first"]
-            await press("5")
-            curves = app.query_one("#plots-loss", Chart).content.curves
-            assert [curve.label for curve in curves] == ["mean", "step", "val", "mean"]
-            assert "overlaid: ━━ 20260101-000000-first" in text(app)
-            await press("9", "enter")
-            assert app.shown.snapshot.name == "20260101-000000-first"
-            await press("r")
-            assert app.shown.snapshot.name == "20260201-000000-second"
-
-    go(test())
+    async with watching(second) as (app, press):
+        await press("9", "down", "o")
+        while len(app.reader.snapshots) < 2 or not app.shown.other_runs:
+            await press()
+            app.settle()
+        assert [other.name for other in app.shown.other_runs] == ["20260101-000000-first"]
+        await press("5")
+        curves = app.query_one("#plots-loss", Chart).content.curves
+        assert [curve.label for curve in curves] == ["mean", "step", "val", "mean"]
+        assert "overlaid: ━━ 20260101-000000-first" in text(app)
+        await press("9", "enter")
+        assert app.shown.snapshot.name == "20260101-000000-first"
+        await press("r")
+        assert app.shown.snapshot.name == "20260201-000000-second"
 
 
-def test_a_replay_shows_the_run_again(tmp_path: Path) -> None:
+async def test_a_replay_shows_the_run_again(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", plain())
     clock = ReplayClock(BEGIN_S, BEGIN_S + 200.0, speed=0.0)
 
-    async def test() -> None:
-        async with watching(folder, clock=clock) as (app, press):
-            clock.move(BEGIN_S + 50.0)
-            app.settle()
-            step = app.shown.view.step
-            assert 45 < step < 55 and app.shown.newest.length == step
-            assert "done" not in text(app).splitlines()[0]
-            await press("{")
-            assert app.shown.view.step == 25
-            await press("]")
-            await press("end")
-            app.settle()
-            assert app.shown.view.step == 100 and "done" in text(app).splitlines()[0]
-
-    go(test())
+    async with watching(folder, clock=clock) as (app, press):
+        clock.move(BEGIN_S + 50.0)
+        app.settle()
+        step = app.shown.view.step
+        assert 45 < step < 55 and app.shown.newest.length == step
+        assert "done" not in text(app).splitlines()[0]
+        await press("{")
+        assert app.shown.view.step == 25
+        await press("]")
+        await press("end")
+        app.settle()
+        assert app.shown.view.step == 100 and "done" in text(app).splitlines()[0]
 
 
-def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
+async def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
     folder = live(tmp_path / "run", steps=20)
 
-    async def test(pid: int) -> None:
+    with trainer(folder) as pid:
         async with watching(folder) as (app, press):
             assert "running" in text(app).splitlines()[0]
             step = recordings.step(21, recordings.random.Random(1))
@@ -229,47 +210,38 @@ def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
             await press()
             assert "killed" in text(app).splitlines()[0]
 
-    with trainer(folder) as pid:
-        go(test(pid))
 
-
-def test_news_that_pile_up_while_the_screen_is_drawn_are_drawn_once(
+async def test_news_that_pile_up_while_the_screen_is_drawn_are_drawn_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminal that is slow is not sent every one of them."""
     write(tmp_path / "20261121-080000-demo", plain())
     drawn: list[float] = []
 
-    async def test() -> None:
-        async with watching(tmp_path / "20261121-080000-demo") as (app, press):
-            monkeypatch.setattr(app, "settle", lambda: drawn.append(app.clock.now_s()))
-            app._quiet.pause()
-            for _ in range(50):
-                app.post_message(app.News())
-            await press()
-
-    go(test())
+    async with watching(tmp_path / "20261121-080000-demo") as (app, press):
+        monkeypatch.setattr(app, "settle", lambda: drawn.append(app.clock.now_s()))
+        app._quiet.pause()
+        for _ in range(50):
+            app.post_message(app.News())
+        await press()
     assert len(drawn) == 1
 
 
-def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(
+async def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "20261121-080000-demo", plain())
     ticked: list[bool] = []
 
-    async def test() -> None:
-        async with watching(tmp_path / "20261121-080000-demo") as (app, _):
-            prune = app._prune
+    async with watching(tmp_path / "20261121-080000-demo") as (app, _):
+        prune = app._prune
 
-            async def headline_first(*nodes: Widget, **keywords: Any) -> None:
-                await prune(app.query_one("#headline"))
-                ticked.append(not app.query("#headline") and bool(app.query("#panels")))
-                app.settle()
-                app.post_message(app.Listed([]))
-                await prune(*nodes, **keywords)
+        async def headline_first(*nodes: Widget, **keywords: Any) -> None:
+            await prune(app.query_one("#headline"))
+            ticked.append(not app.query("#headline") and bool(app.query("#panels")))
+            app.settle()
+            app.post_message(app.Listed([]))
+            await prune(*nodes, **keywords)
 
-            monkeypatch.setattr(app, "_prune", headline_first)
-
-    go(test())
+        monkeypatch.setattr(app, "_prune", headline_first)
     assert ticked == [True]

@@ -27,7 +27,7 @@ from textual.screen import Screen
 
 from offloadtrain.events import log_lines
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, lines, write
+from tests.tui.recordings import BEGIN_S, append, lines, write
 from tests.tui.test_app import watching
 from tests.tui.test_runs import live, trainer
 
@@ -77,15 +77,14 @@ async def add_steps(app: Monitor, press: Press, folder: Path, first: int, count:
     """Append steps to the log of a run, one after the other is on the screen."""
     draw = random.Random(1)
     for number in range(first, first + count):
-        with open(folder / "events/rank000.jsonl", "ab") as log:
-            log.write(lines([(time.time(), recordings.step(number, draw))])[0])
+        append(folder, (time.time(), recordings.step(number, draw)))
         while app.shown.view.step < number:
             await asyncio.sleep(0.01)
         await press()
 
 
 @pytest.mark.slow
-def test_a_new_step_redraws_few_lines_and_lays_nothing_out(
+async def test_a_new_step_redraws_few_lines_and_lays_nothing_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twelve charts with 1,000 steps. A layout of the whole screen takes longer than drawing
@@ -103,7 +102,7 @@ def test_a_new_step_redraws_few_lines_and_lays_nothing_out(
         laid_out.append(self)
         layout(self, *sizes, **options)
 
-    async def test() -> None:
+    with trainer(folder):
         async with watching(folder, size="wide") as (app, press):
             for panel in ("plots", "overview", "transfers", "ranks"):
                 app.action_panel(panel)
@@ -123,9 +122,6 @@ def test_a_new_step_redraws_few_lines_and_lays_nothing_out(
                 else:
                     assert len(laid_out) <= 2, panel
 
-    with trainer(folder):
-        asyncio.run(test())
-
 
 def test_the_monitor_loads_no_torch_and_scripts_load_no_textual() -> None:
     program = (
@@ -144,14 +140,13 @@ def test_the_monitor_loads_no_torch_and_scripts_load_no_textual() -> None:
 
 
 @pytest.mark.slow
-def test_each_record_is_decoded_once_for_all_screens(
+async def test_each_record_is_decoded_once_for_all_screens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a screen shows of it, and however often: a sampled step of a large model has
     thousands of spans."""
     folder = write(tmp_path / "run", *recordings.ranks(4, steps=10))
-    with open(folder / "events/rank000.jsonl", "ab") as log:
-        log.writelines(lines((BEGIN_S + 11, span) for span in recordings.spans(10)))
+    append(folder, *((BEGIN_S + 11, span) for span in recordings.spans(10)))
     decoded: Counter[bytes | str] = Counter()
     from_line = log_lines.from_line
 
@@ -161,12 +156,9 @@ def test_each_record_is_decoded_once_for_all_screens(
 
     monkeypatch.setattr(log_lines, "from_line", counted)
 
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            for key in "1234567891":
-                await press(key)
-                app.settle()
-        assert len(decoded) >= 20 + 1, "the timeline, and a sample of the machine"
-        assert set(decoded.values()) == {1}
-
-    asyncio.run(test())
+    async with watching(folder) as (app, press):
+        for key in "1234567891":
+            await press(key)
+            app.settle()
+    assert len(decoded) >= 20 + 1, "the timeline, and a sample of the machine"
+    assert set(decoded.values()) == {1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shlex
@@ -16,8 +15,6 @@ from pathlib import Path
 
 import pytest
 from offloadtrain_tui.clock import ReplayClock
-from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.log_reader import RunReader
 from offloadtrain_tui.reading.runs import Ending
 from offloadtrain_tui.summary import headline, when
 from offloadtrain_tui.view_state import ViewState
@@ -25,7 +22,7 @@ from offloadtrain_tui.view_state import ViewState
 from offloadtrain.cli.main import main
 from offloadtrain.events import schema
 from tests.train.small_job import JOB, write_text
-from tests.tui.recordings import BEGIN_S, StoppedClock, plain, write
+from tests.tui.recordings import BEGIN_S, StoppedClock, plain, snapshot_of, write
 from tests.tui.test_app import text, watching
 
 
@@ -39,10 +36,7 @@ def checkpoint(folder: Path, step: int, *, num_bytes: int = 7) -> None:
 
 
 def ending(folder: Path) -> Ending | None:
-    reader = RunReader(runs.open_run(folder))
-    snapshot = reader.read_to_end(BEGIN_S + 60)
-    reader.close()
-    return snapshot.ending
+    return snapshot_of(folder, BEGIN_S + 60).ending
 
 
 @pytest.mark.parametrize("status", ["done", "stopped", "failed", "killed", "unknown"])
@@ -90,9 +84,7 @@ def test_an_ended_run_says_on_every_screen_how_it_goes_on(tmp_path: Path) -> Non
     alert = schema.Alert(code="slow", state="raised", message="tokens/s fell")
     folder = write(tmp_path / "run", [*events, (BEGIN_S + 31, alert)], host=socket.gethostname())
     checkpoint(folder, 25)
-    reader = RunReader(runs.open_run(folder))
-    shown = ViewState(reader.read_to_end(BEGIN_S + 90), BEGIN_S + 90)
-    reader.close()
+    shown = ViewState(snapshot_of(folder, BEGIN_S + 90), BEGIN_S + 90)
     assert "✖ killed" in headline(shown, {}).plain and ", after 31s" in headline(shown, {}).plain
     last, alerts = when(shown, {}).plain.splitlines()
     assert last.startswith("last checkpoint: step 25, 5 steps lost; resume: offloadtrain train ")
@@ -102,45 +94,39 @@ def test_an_ended_run_says_on_every_screen_how_it_goes_on(tmp_path: Path) -> Non
     assert "before the newest; End: its end" in when(past, {}).plain
 
 
-def test_a_replay_says_that_it_is_one(tmp_path: Path) -> None:
+async def test_a_replay_says_that_it_is_one(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", plain())
     clock = ReplayClock(BEGIN_S, BEGIN_S + 200.0, speed=0.0)
 
-    async def test() -> None:
-        async with watching(folder, clock=clock) as (app, press):
-            clock.speed = 50.0
-            clock.pause(True)
-            clock.move(BEGIN_S + 50.0)
-            app.settle()
-            await press()
-            first, _, third = text(app).splitlines()[:3]
-            assert "REPLAY x50" in first and "running" not in first
-            assert "REPLAY  50s of 1m4" in third and "of a run that is done" in third
-            assert "live" not in first + third
-
-    asyncio.run(test())
+    async with watching(folder, clock=clock) as (app, press):
+        clock.speed = 50.0
+        clock.pause(True)
+        clock.move(BEGIN_S + 50.0)
+        app.settle()
+        await press()
+        first, _, third = text(app).splitlines()[:3]
+        assert "REPLAY x50" in first and "running" not in first
+        assert "REPLAY  50s of 1m4" in third and "of a run that is done" in third
+        assert "live" not in first + third
 
 
-def test_runs_on_the_command_line_are_overlaid_and_listed(tmp_path: Path) -> None:
+async def test_runs_on_the_command_line_are_overlaid_and_listed(tmp_path: Path) -> None:
     """Also where the folder of runs is another one; and `r` changes their places."""
     first, second = write(tmp_path / "a/first", plain(30)), write(tmp_path / "b/second", plain(20))
 
-    async def test() -> None:
-        async with watching(first, second) as (app, press):
-            assert [run.name for run in app.shown.other_runs] == ["second"]
-            assert "overlaid: ━━ second loss " in text(app), "the legend of every chart"
-            await press("9")
-            listed = text(app)
-            assert "▶  first" in listed and "+  second" in listed
-            await press("r")
-            assert app.shown.snapshot.name == "second"
-            assert [run.name for run in app.shown.other_runs] == ["first"]
-
-    asyncio.run(test())
+    async with watching(first, second) as (app, press):
+        assert [run.name for run in app.shown.other_runs] == ["second"]
+        assert "overlaid: ━━ second loss " in text(app), "the legend of every chart"
+        await press("9")
+        listed = text(app)
+        assert "▶  first" in listed and "+  second" in listed
+        await press("r")
+        assert app.shown.snapshot.name == "second"
+        assert [run.name for run in app.shown.other_runs] == ["first"]
 
 
-def test_without_a_run_the_screen_says_how_to_start_one(tmp_path: Path) -> None:
-    async def test(size: str) -> None:
+async def test_without_a_run_the_screen_says_how_to_start_one(tmp_path: Path) -> None:
+    for size in ("80x24", "120x40"):
         async with watching(size=size, clock=StoppedClock(BEGIN_S)) as (app, press):
             for key in ("1", "9"):
                 await press(key)
@@ -148,9 +134,6 @@ def test_without_a_run_the_screen_says_how_to_start_one(tmp_path: Path) -> None:
                 assert f"no runs in {Path('nowhere').absolute()}" in shown.replace("\n", "")
                 assert "offloadtrain train demo" in shown
                 assert "nothing yet" not in shown and "checkpoint" not in shown
-
-    for size in ("80x24", "120x40"):
-        asyncio.run(test(size))
 
 
 @pytest.mark.slow
@@ -180,8 +163,6 @@ def test_the_command_of_a_killed_run_resumes_it(tmp_path: Path) -> None:
     again = [*program, *arguments]
     went_on = subprocess.run(again, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert went_on.returncode == 0, went_on.stderr
-    reader = RunReader(runs.open_run(folder))
-    last = reader.read_to_end(time.time())
-    reader.close()
+    last = snapshot_of(folder, time.time())
     assert last.state == "done" and last.first.start is not None
     assert last.first.start.start_step == saved and last.first.step == saved + 3

@@ -19,6 +19,7 @@ from offloadtrain_tui.keys import PANELS, with_keys
 
 from offloadtrain.cli.main import main
 from offloadtrain.config.errors import ConfigError
+from tests.conftest import Command
 from tests.tui.conftest import GENERATED_STEPS, GPUS
 from tests.tui.recordings import plain, start, write
 from tests.tui.test_app import text, watching
@@ -93,23 +94,20 @@ def placed(picture: str) -> str:
     return "\n".join("".join(row.get(x, " ") for x in range(max(row) + 1)) for row in rows)
 
 
-def test_a_picture_needs_no_web_and_no_stretched_text(tmp_path: Path) -> None:
+async def test_a_picture_needs_no_web_and_no_stretched_text(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", plain())
 
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            for key in "1378":
-                await press(key)
-                picture = app.export_screenshot()
-                lines = [line for line in text(app).splitlines() if line.strip()]
-                assert placed(picture).splitlines() == lines
-                assert "url(" not in re.sub(r"url\(#", "", picture) and "@font-face" not in picture
-
-    asyncio.run(test())
+    async with watching(folder) as (app, press):
+        for key in "1378":
+            await press(key)
+            picture = app.export_screenshot()
+            lines = [line for line in text(app).splitlines() if line.strip()]
+            assert placed(picture).splitlines() == lines
+            assert "url(" not in re.sub(r"url\(#", "", picture) and "@font-face" not in picture
 
 
 def test_a_picture_is_svg_or_png_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     picture = tmp_path / "a.png"
@@ -128,11 +126,10 @@ def test_a_picture_is_svg_or_png_by_its_name(
             svg.write(picture, "<svg/>\n")
     assert picture.read_text() == "<svg/>\n" and not (tmp_path / "a.jpg").exists()
     folder = write(tmp_path / "run", plain(3))
-    assert main(["tui", str(folder), "--screenshot", str(picture)]) == 2
-    assert capsys.readouterr().err == f"{picture}: broken\n"
+    assert command("tui", folder, "--screenshot", picture, code=2).err == f"{picture}: broken\n"
 
 
-def test_a_run_on_a_cpu_has_no_gpu_words(
+async def test_a_run_on_a_cpu_has_no_gpu_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On any screen but that of GPUs, nor in the help, `status` and `events`."""
@@ -141,17 +138,14 @@ def test_a_run_on_a_cpu_has_no_gpu_words(
     machine = {"host": "box"}
     folder = write(tmp_path / "run", [(time_s, start(plan=plan, machine=machine)), *rest])
 
-    async def test() -> None:
-        async with watching(folder, size="wide") as (app, press):
-            for _, name in with_keys(PANELS):
-                app.action_panel(name)
-                await press()
-                assert ("GPU" in text(app)) == (name == "gpus"), name
-                assert name != "transfers" or "weights" in text(app)
-            await press("1", "question_mark")
-            assert "Keys" in text(app) and "GPU" not in text(app)
-
-    asyncio.run(test())
+    async with watching(folder, size="wide") as (app, press):
+        for _, name in with_keys(PANELS):
+            app.action_panel(name)
+            await press()
+            assert ("GPU" in text(app)) == (name == "gpus"), name
+            assert name != "transfers" or "weights" in text(app)
+        await press("1", "question_mark")
+        assert "Keys" in text(app) and "GPU" not in text(app)
     assert main(["status", str(folder)]) == main(["events", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "GPU" not in out and "device:" not in out and "memory: 173.1 GiB" in out
@@ -159,10 +153,9 @@ def test_a_run_on_a_cpu_has_no_gpu_words(
 
 @pytest.mark.slow
 def test_one_frame_of_a_long_log_shows_the_newest_step_of_every_rank(
-    generated: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    generated: Callable[[str], Path], command: Command
 ) -> None:
-    assert main(["tui", str(generated("gpus")), "--once", "--screen", "ranks"]) == 0
-    shown = capsys.readouterr().out
+    shown = command("tui", generated("gpus"), "--once", "--screen", "ranks").out
     assert "reading" not in shown and f"step {GENERATED_STEPS}/{GENERATED_STEPS}" in shown
     rows = [line.split()[:2] for line in shown.splitlines()]
     assert all([str(rank), str(GENERATED_STEPS)] in rows for rank in range(GPUS["gpus"]))

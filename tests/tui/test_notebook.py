@@ -16,7 +16,7 @@ import pytest
 import offloadtrain as ot
 from offloadtrain.events import schema
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, lines, plain, write
+from tests.tui.recordings import BEGIN_S, append, plain, write
 from tests.tui.test_runs import trainer
 
 pytestmark = pytest.mark.slow
@@ -34,8 +34,7 @@ def test_without_ipython_it_is_a_picture(tmp_path: Path) -> None:
     assert "Adam m" in words(memory.svg())
     process = memory._process
     assert process is not None
-    with (tmp_path / "run/events/rank000.jsonl").open("ab") as log:
-        log.writelines(lines([(BEGIN_S + 300, recordings.step(101, random.Random(0)))]))
+    append(tmp_path / "run", (BEGIN_S + 300, recordings.step(101, random.Random(0))))
     deadline = time.monotonic() + 120
     while "step 101" not in words(memory.svg()):
         assert time.monotonic() < deadline
@@ -100,8 +99,7 @@ def test_a_watch_is_refreshed_in_place_until_the_run_ends_or_it_is_stopped(
         assert len(shown.pictures) == count
         watch._ipython_display_()
         shown.wait_for("running")
-        with (folder / "events/rank000.jsonl").open("ab") as out:
-            out.write(b"".join(lines([(time.time(), schema.RunEnded(status="done", step=20))])))
+        append(folder, (time.time(), schema.RunEnded(status="done", step=20)))
         shown.wait_for("✔ done")
         assert watch._thread is not None
         watch._thread.join(120)

@@ -29,7 +29,17 @@ from offloadtrain_tui.view_state import ViewState
 
 from offloadtrain.events import schema
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, Timed, lines, plain, ranks, unlucky, write
+from tests.tui.recordings import (
+    BEGIN_S,
+    Timed,
+    append,
+    lines,
+    plain,
+    ranks,
+    snapshot_of,
+    unlucky,
+    write,
+)
 
 _TRAINERS = """
 import os, sys, time
@@ -89,10 +99,7 @@ def state(folder: Path, now_s: float | None = None) -> str:
     if now_s is None:
         last = (folder / "events/rank000.jsonl").read_bytes().splitlines()[-1]
         now_s = json.loads(last)["t"] + 1.0
-    reader = RunReader(runs.open_run(folder))
-    snapshot = reader.read_to_end(now_s)
-    reader.close()
-    return snapshot.state
+    return snapshot_of(folder, now_s).state
 
 
 def live(folder: Path, steps: int = 20) -> Path:
@@ -156,8 +163,7 @@ def test_on_another_host_silence_is_not_death_and_clocks_may_differ_by_hours(
         folder = write(tmp_path / f"run{ahead_s}", events)
         reader, now_s = RunReader(runs.open_run(folder)), last_s - ahead_s
         assert reader.read_to_end(now_s).state == ("unknown" if ahead_s < 0 else "running")
-        with open(folder / "events/rank000.jsonl", "ab") as log:
-            log.writelines(lines([(last_s + 1, recordings.step(21, random.Random(0)))]))
+        append(folder, (last_s + 1, recordings.step(21, random.Random(0))))
         assert reader.read_to_end(now_s + 1).state == "running"
         assert reader.read_to_end(now_s + 600).state == "unknown"
         reader.close()
@@ -169,9 +175,7 @@ def test_logs_that_are_missing_or_may_not_be_read_are_reported(
     folder = write(tmp_path / "run", *ranks(4))
     for rank in (0, 1):
         (folder / f"events/rank{rank:03d}.jsonl").unlink()
-    reader = RunReader(runs.open_run(folder))
-    assert reader.read_to_end(BEGIN_S).problem == "logs of 2 of 4 ranks, shown is rank 2"
-    reader.close()
+    assert snapshot_of(folder, BEGIN_S).problem == "logs of 2 of 4 ranks, shown is rank 2"
 
     def refuse(path: Path, **_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", path)
@@ -192,10 +196,8 @@ def test_logs_that_are_missing_or_may_not_be_read_are_reported(
 
 def shown_after(folder: Path, after_s: float, *later: Timed, steps: int = 20) -> ViewState:
     """What is shown so many seconds after the begin, of a run whose end was not recorded."""
-    reader = RunReader(runs.open_run(write(folder, [*plain(steps)[:-1], *later])))
-    snapshot = reader.read_to_end(BEGIN_S + after_s)
-    reader.close()
-    return ViewState(snapshot, BEGIN_S + after_s)
+    run = write(folder, [*plain(steps)[:-1], *later])
+    return ViewState(snapshot_of(run, BEGIN_S + after_s), BEGIN_S + after_s)
 
 
 def test_the_end_of_a_failed_run_is_on_every_screen(tmp_path: Path) -> None:
@@ -284,16 +286,10 @@ def test_a_long_log_is_shown_by_its_end_while_it_is_read(tmp_path: Path) -> None
 
 def test_a_log_of_long_lines_is_read_to_its_end(tmp_path: Path) -> None:
     """Samples of eight GPUs take 3 KB each: one reading ends before it has many lines."""
-    sample = lines([(BEGIN_S, recordings.system(random.Random(0), gpus=8))])[0]
-    folder = write(tmp_path / "run", [(BEGIN_S, recordings.start())])
-    with open(folder / "events/rank000.jsonl", "ab") as log:
-        log.write(sample * (3 * (1 << 20) // len(sample)))
-        log.write(lines([(BEGIN_S + 9, recordings.step(77, random.Random(0)))])[0])
-    reader = RunReader(runs.open_run(folder))
-    while not reader.is_complete:
-        reader.read()
-    assert reader.snapshot(BEGIN_S + 9).first.step == 77
-    reader.close()
+    sample = (BEGIN_S, recordings.system(random.Random(0), gpus=8))
+    last = (BEGIN_S + 9, recordings.step(77, random.Random(0)))
+    folder = write(tmp_path / "run", [(BEGIN_S, recordings.start()), *[sample] * 1000, last])
+    assert snapshot_of(folder, BEGIN_S + 9).first.step == 77
 
 
 def test_the_list_of_runs_reads_only_logs_that_have_grown(
@@ -313,6 +309,5 @@ def test_the_list_of_runs_reads_only_logs_that_have_grown(
     assert [row.step for row in rows] == [5000, 60, 30, 30] and read == ["d", "c", "b", "a"]
     assert [row.state for row in rows if row.folder != grows] == ["done", "killed", "done"]
     assert rows[0].total == 5000 and rows[0].loss is not None
-    with open(grows / "events/rank000.jsonl", "ab") as log:
-        log.write(lines([(BEGIN_S + 60, recordings.step(31, random.Random(0)))])[0])
+    append(grows, (BEGIN_S + 60, recordings.step(31, random.Random(0))))
     assert runs_list.rows(BEGIN_S)[2].step == 31 and read == ["d", "c", "b", "a", "b"]

@@ -6,7 +6,6 @@ look at the difference.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable
@@ -88,12 +87,12 @@ def test_a_screen_equals_its_golden_file(
     screens: Callable[..., Screens], screen: str, size: str, recording: str
 ) -> None:
     """In every theme of the recording."""
-    for theme in themes(recording):
+    for theme in themes(recording, size):
         compare(f"{screen}-{size}-{recording}", screens(recording, size, theme)[screen])
 
 
 @pytest.mark.parametrize(("recording", "screens_by_keys"), KEYS, ids=["-".join(k) for _, k in KEYS])
-def test_keys_lead_to_their_golden_screen(
+async def test_keys_lead_to_their_golden_screen(
     recording: str,
     screens_by_keys: dict[str, tuple[str, ...]],
     tmp_path: Path,
@@ -104,14 +103,11 @@ def test_keys_lead_to_their_golden_screen(
     time.tzset()
     shown: dict[str, str] = {}
 
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            for name, keys in screens_by_keys.items():
-                for key in keys:
-                    await press(key)
-                shown[name] = text(app).replace(str(tmp_path), "…")
-
-    asyncio.run(test())
+    async with watching(folder) as (app, press):
+        for name, keys in screens_by_keys.items():
+            for key in keys:
+                await press(key)
+            shown[name] = text(app).replace(str(tmp_path), "…")
     monkeypatch.undo()
     time.tzset()
     for name, screen in shown.items():

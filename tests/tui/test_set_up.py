@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from offloadtrain_tui import reports
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.log_reader import RunReader, Snapshot, list_runs
+from offloadtrain_tui.reading.log_reader import Snapshot, list_runs
 from offloadtrain_tui.summary import numbers
 from offloadtrain_tui.view_state import ViewState
 
@@ -24,6 +24,7 @@ from offloadtrain.events import set_up_file
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 from offloadtrain.train.run import set_up_now, shown_set_up
 from offloadtrain.train.run_folder import RunFolder
+from tests.tui import recordings
 from tests.tui.recordings import plain, write
 
 _SETTING_UP = """
@@ -60,10 +61,7 @@ def setting_up(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def snapshot_of(folder: Path) -> Snapshot:
-    reader = RunReader(runs.open_run(folder))
-    snapshot = reader.read_to_end(time.time())
-    reader.close()
-    return snapshot
+    return recordings.snapshot_of(folder, time.time())
 
 
 def line(folder: Path) -> str:

@@ -12,16 +12,14 @@ import pytest
 from offloadtrain_tui import settings
 from offloadtrain_tui.app import Monitor, Watched
 from offloadtrain_tui.clock import Clock
-from offloadtrain_tui.reading.log_reader import RunReader
-from offloadtrain_tui.reading.runs import open_run
 from offloadtrain_tui.settings import Settings
 
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.cli.main import main
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import schema
-from tests.tui.recordings import lines, plain, write
-from tests.tui.test_app import go, watching
+from tests.tui.recordings import append, plain, snapshot_of, write
+from tests.tui.test_app import watching
 from tests.tui.test_runs import live, trainer
 
 THEMES = ("color-blind-safe", "textual-dark")
@@ -76,37 +74,37 @@ def test_settings_of_another_user_are_not_read(
 
 
 @pytest.mark.slow
-def test_axes_are_those_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_axes_are_those_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = write(tmp_path / "run", plain())
 
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            app.use(Settings(log_axis=True))
-            await press("y", "b", "m")
-            assert not app.shown.log
-            app.action_save_settings()
-        assert read(settings.path()) == Settings(theme="textual-dark", attention="off", mean=100)
-
-    go(test())
+    async with watching(folder) as (app, press):
+        app.use(Settings(log_axis=True))
+        await press("y", "b", "m")
+        assert not app.shown.log
+        app.action_save_settings()
+    assert read(settings.path()) == Settings(theme="textual-dark", attention="off", mean=100)
     (tmp_path / "config/offloadtrain/monitor.toml").write_text("attention = 1")
     assert main(["tui", str(folder)]) == 2, "said, and not ignored"
 
 
 @pytest.mark.slow
-def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_alert_and_the_end_ring_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A finished run and old alerts ring nothing; a new alert and the end ring once each."""
     rung: list[str] = []
     monkeypatch.setattr(Monitor, "bell", lambda self: rung.append("bell"))
     ended, folder = write(tmp_path / "ended", plain()), live(tmp_path / "run")
-    log = folder / "events/rank000.jsonl"
     old = schema.Alert(code="swap", state="raised", message="old")
 
     def add(event: schema.Event) -> None:
-        with log.open("ab") as out:
-            out.write(b"".join(lines([(time.time(), event)])))
+        append(folder, (time.time(), event))
 
-    async def test() -> None:
+    add(old)
+    with trainer(folder):
         async with watching(folder, ended, clock=Clock()) as (app, press):
 
             async def tick() -> None:
@@ -128,17 +126,10 @@ def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.Monk
             assert rung == ["bell"], "it is off"
             assert [snapshot.state for snapshot in app.reader.snapshots] == ["done", "done"]
 
-    add(old)
-    with trainer(folder):
-        go(test())
-
 
 def test_the_end_of_a_run_is_news_once(tmp_path: Path) -> None:
     *events, end = plain(5)
-    reader = RunReader(open_run(write(tmp_path / "run", events)))
-    watched = Watched()
-    assert watched.news([reader.read_to_end(events[-1][0])]) == 0
-    with (tmp_path / "run/events/rank000.jsonl").open("ab") as log:
-        log.write(b"".join(lines([end])))
-    assert [watched.news([reader.read_to_end(events[-1][0])]) for _ in range(2)] == [1, 0]
-    reader.close()
+    folder, watched = write(tmp_path / "run", events), Watched()
+    assert watched.news([snapshot_of(folder, events[-1][0])]) == 0
+    append(folder, end)
+    assert [watched.news([snapshot_of(folder, events[-1][0])]) for _ in range(2)] == [1, 0]

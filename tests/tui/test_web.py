@@ -19,6 +19,7 @@ import pytest
 from offloadtrain_tui import web
 
 from offloadtrain.cli.main import main
+from tests.conftest import Command
 from tests.tui.test_runs import live, trainer
 
 pytestmark = pytest.mark.slow
@@ -80,10 +81,10 @@ async def tab(address: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_browser_shows_the_run(tmp_path: Path, allowed: bool) -> None:
+async def test_a_browser_shows_the_run(tmp_path: Path, allowed: bool) -> None:
     folder = live(tmp_path / "run")
 
-    async def look(address: str) -> None:
+    with trainer(folder), served(folder, *["--allow-requests"] * allowed) as address:
         async with aiohttp.ClientSession() as session, session.get(address) as page:
             assert page.status == 200
             assert f"{address.replace('http', 'ws')}/ws" in await page.text()
@@ -93,9 +94,6 @@ def test_a_browser_shows_the_run(tmp_path: Path, allowed: bool) -> None:
         async with tab(address) as screen:
             await screen.send_json(["stdin", "S"])
             await drawn(screen, "end the run?" if allowed else "requests are disabled")
-
-    with trainer(folder), served(folder, *["--allow-requests"] * allowed) as address:
-        asyncio.run(look(address))
     assert not list((folder / "control").glob("*.json")), "nothing was confirmed"
 
 
@@ -114,10 +112,12 @@ def runs(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("ended", ["tab", "server"])
-def test_a_monitor_ends_with_its_tab_and_with_a_killed_server(tmp_path: Path, ended: str) -> None:
+async def test_a_monitor_ends_with_its_tab_and_with_a_killed_server(
+    tmp_path: Path, ended: str
+) -> None:
     folder = live(tmp_path / "run")
 
-    async def look(address: str, process: subprocess.Popen[str]) -> None:
+    with server(folder) as (address, process):
         async with tab(address):
             monitors = monitors_of(process)
             if ended == "server":
@@ -132,15 +132,12 @@ def test_a_monitor_ends_with_its_tab_and_with_a_killed_server(tmp_path: Path, en
             for monitor in filter(runs, monitors):
                 monitor.kill()
 
-    with server(folder) as (address, process):
-        asyncio.run(look(address, process))
 
-
-def test_ctrl_c_does_not_wait_for_an_open_tab(tmp_path: Path) -> None:
+async def test_ctrl_c_does_not_wait_for_an_open_tab(tmp_path: Path) -> None:
     """aiohttp gives open connections a minute to leave."""
     folder = live(tmp_path / "run")
 
-    async def look(address: str, process: subprocess.Popen[str]) -> None:
+    with server(folder) as (address, process):
         async with tab(address) as screen:
             monitors = monitors_of(process)
             process.send_signal(signal.SIGINT)
@@ -151,11 +148,8 @@ def test_ctrl_c_does_not_wait_for_an_open_tab(tmp_path: Path) -> None:
             assert process.wait(30) == 0
             assert not list(filter(runs, monitors))
 
-    with server(folder) as (address, process):
-        asyncio.run(look(address, process))
 
-
-def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:
+async def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:
     folder = live(tmp_path / "run")
     foreign = [
         {"Origin": "http://evil.example"},
@@ -164,7 +158,7 @@ def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:
         {"Origin": "http://127.0.0.1:1"},
     ]
 
-    async def look(address: str) -> None:
+    with served(folder) as address:
         async with aiohttp.ClientSession() as session:
             for headers in foreign:
                 async with session.get(address, headers=headers) as page:
@@ -178,14 +172,11 @@ def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:
             async with session.ws_connect(f"{address}/ws", headers=headers) as screen:
                 await drawn(screen, "step 20/20")
 
-    with served(folder) as address:
-        asyncio.run(look(address))
 
-
-def test_a_tab_too_many_is_refused_until_another_is_closed(tmp_path: Path) -> None:
+async def test_a_tab_too_many_is_refused_until_another_is_closed(tmp_path: Path) -> None:
     folder = live(tmp_path / "run")
 
-    async def look(address: str, process: subprocess.Popen[str]) -> None:
+    with server(folder, "--tabs=1") as (address, process):
         async with aiohttp.ClientSession() as session:
             async with tab(address):
                 number = len(monitors_of(process))
@@ -199,12 +190,12 @@ def test_a_tab_too_many_is_refused_until_another_is_closed(tmp_path: Path) -> No
                 assert time.monotonic() < end_s
                 await asyncio.sleep(0.1)
 
-    with server(folder, "--tabs=1") as (address, process):
-        asyncio.run(look(address, process))
-
 
 def test_a_server_that_cannot_start_gives_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = str(live(tmp_path / "run"))
     with socket.socket() as listener:
@@ -213,8 +204,6 @@ def test_a_server_that_cannot_start_gives_the_reason(
         port = listener.getsockname()[1]
         assert main(["tui", folder, "--web", f"--port={port}"]) == 2
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
-    assert main(["tui", folder, "--allow-requests"]) == 2
-    assert "is for --web" in capsys.readouterr().err
+    assert "is for --web" in command("tui", folder, "--allow-requests", code=2).err
     monkeypatch.setattr(web, "find_spec", lambda name: None)
-    assert main(["tui", folder, "--web"]) == 2
-    assert "pip install 'offloadtrain[web]'" in capsys.readouterr().err
+    assert "pip install 'offloadtrain[web]'" in command("tui", folder, "--web", code=2).err

@@ -1,9 +1,9 @@
 """The job's commands at an alert and at the end of a start (`train.on_alert`, `train.on_end`).
 
-A command is a list of arguments, run without a shell, in a session of its own, for at most
-`LIMIT_S`. What happened is in its environment, so that no text of a log becomes an argument. One
-thread runs them one after another: training never waits for one, only the end does, for at most
-twice the limit. What a command prints is dropped.
+A command is a list of arguments. It runs without a shell, in its own session, for at most
+`LIMIT_S`. Facts about the event are in its environment, so that no text of a log becomes an
+argument. One thread runs the commands one after another: training never waits for them, only the
+end of the run does, for at most twice the limit. Output of a command is discarded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.events import schema
 
 LIMIT_S = 10.0
-"""Most seconds of one command."""
+"""Time limit of one command."""
 
 _MOST_WAITING = 16
 _MOST_CHARS = 2000
@@ -39,7 +39,7 @@ class CommandHooks:
         *,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """`warn`: told once per key that its command failed, on the thread of the commands."""
+        """`warn` is called once per key when its command fails, on the thread of the commands."""
         self._on_alert, self._on_end = config.train.on_alert, config.train.on_end
         self._facts = {"RUN": str(run.resolve()), "NAME": config.name}
         self._warn, self._limit_s = warn, limit_s
@@ -71,13 +71,13 @@ class CommandHooks:
         self._add("train.on_end", self._on_end, facts)
 
     def close(self) -> None:
-        """Wait for the commands, for at most twice the limit; the others are dropped."""
+        """Wait for the commands, for at most twice the limit; then drop the remaining ones."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
-        thread.join(2 * self._limit_s)  # the end of the run waits here for its commands
+        thread.join(2 * self._limit_s)  # the end of the run waits for its commands
         if thread.is_alive():
             self._fail("train.on_alert", "commands were still waiting at the end, and are dropped")
 
@@ -86,7 +86,7 @@ class CommandHooks:
             return
         variables = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
         try:
-            # Hand-over to the thread of the commands, which owns the lists from here on.
+            # Hand-over: the lists belong to the thread of the commands from here on.
             self._waiting.put_nowait((key, list(command), self._facts | variables))
         except queue.Full:
             self._fail(key, f"{_MOST_WAITING} commands are waiting already: this one is dropped")
@@ -104,7 +104,7 @@ class CommandHooks:
 
 
 def _run(command: list[str], facts: Mapping[str, str], limit_s: float) -> str:
-    """Run a command to its end; return what went wrong, or ""."""
+    """Run a command and wait for it; return the problem, or ""."""
     environment = os.environ | {f"OFFLOADTRAIN_{name}": value for name, value in facts.items()}
     quiet = subprocess.DEVNULL
     try:

@@ -1,4 +1,4 @@
-"""`model.hf` of a job: what the model is made of, and the model itself."""
+"""`model.hf` of a job: describes the model, and builds it."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
 def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfModel:
-    """Return the model with its parts, from its class on the meta device.
+    """Return the model with the sizes of its parts, determined on the meta device.
 
     Args:
-        ranks: how the model is divided among them.
-        layers: of the model, by its config.json.
+        ranks: how the ranks divide the model.
+        layers: number of layers according to its config.json.
 
     Raises:
         ConfigError: transformers is not installed, or has no causal language model of this kind, or
-            it cannot be divided so.
+            the model cannot be divided this way.
     """
     model = described_model(hf)
     dims: dict[str, int] = {}
@@ -93,7 +93,7 @@ def described_model(hf: HfModel) -> Any:
 
 
 def _config(name: str) -> Any:
-    """Return the configuration of a model as it is trained: quantized weights are not."""
+    """Return the configuration of a model for training, without quantization."""
     transformers = transformers_package("model.hf, to count its parameters too,")
     with reading(Path(name)):
         values = config_of_name(name)
@@ -108,13 +108,13 @@ def _config(name: str) -> Any:
 
 
 def config_of(values: Mapping[str, Any]) -> Any:
-    """Return the configuration of the values of a config.json."""
+    """Return the configuration object for the values of a config.json."""
     transformers = transformers_package("a model of transformers")
     return transformers.CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
 
 
 def empty_model(config: Any, lora: Lora | None) -> Any:
-    """Return the model of a configuration, with adapters, on the meta device."""
+    """Return the model of a configuration on the meta device, with its adapters."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -125,7 +125,7 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
         )
     with reading(config.name_or_path), torch.device("meta"), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config)
-    model.tie_weights()  # which is left out with the initial values
+    model.tie_weights()  # `no_init_weights` skips it
     if (count := sum(param.numel() for param in model.parameters())) > MOST_PARAMS:
         raise ConfigError(
             f"model.hf: its config.json describes a model of {count:,} parameters, and at most "
@@ -136,23 +136,23 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
 
 
 def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:
-    """Return the model of a configuration on the host, whose weights are in this dtype and have no
-    values; buffers have."""
+    """Return the model of a configuration on the host. Weights have this dtype and are
+    uninitialized; buffers have values."""
     import transformers
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # else a tied head, which no checkpoint has, would keep unset memory
+    model.tie_weights()  # else a tied head, which no checkpoint has, would stay uninitialized
     if lora is not None:
         model = _with_adapters(model, lora)
     for param in model.parameters():
-        param.data = param.data.to(dtype)  # not `model.to`: buffers keep theirs
+        param.data = param.data.to(dtype)  # not `model.to`, which would cast buffers
     return model
 
 
 def _with_adapters(model: Any, lora: Lora) -> Any:
-    """Raises ConfigError: PEFT finds no such layers, or is not installed."""
+    """Attach adapters; raise ConfigError if PEFT finds no such layers, or is not installed."""
     try:
         return attach(model, lora_config(lora_keys(lora)))
     except (ValueError, ImportError) as error:
@@ -160,7 +160,7 @@ def _with_adapters(model: Any, lora: Lora) -> Any:
 
 
 def lora_keys(lora: Lora) -> dict[str, Any]:
-    """Return the keys of PEFT's `LoraConfig`."""
+    """Return the job's adapter settings as keys of PEFT's `LoraConfig`."""
     keys: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout}
     if lora.target_modules:
         keys["target_modules"] = list(lora.target_modules)
@@ -182,16 +182,17 @@ def build(
     """Return the model in training mode, with its optimizer.
 
     Weights of a folder are streamed into the engine; random ones are drawn by transformers, in fp32
-    and on the host, before the engine has its own.
+    on the host, before the engine copies them.
 
     Args:
-        seed: of random weights and of adapters.
-        terms: those of a loss in parts; None: whole logits.
+        seed: seed of random weights and of adapters.
+        terms: terms of a chunked loss; None: full logits.
         varlen: attend within documents by variable-length attention.
         mesh: as in `offload`.
 
     Raises:
-        ConfigError, CausalLmError: the model cannot do these; before its weights are read.
+        ConfigError, CausalLmError: the model does not support an option; raised before its weights
+            are read.
     """
     import transformers
 
@@ -243,7 +244,7 @@ def build(
 
 
 def _with_kernels(model: Any, hf: HfModel, *, varlen: bool) -> Any:
-    """Return the model with the kernels that a job names, before the engine replaces forwards."""
+    """Return the model with the kernels of the job; call it before the engine replaces forwards."""
     if hf.use_liger_kernel:
         from transformers.integrations.liger import apply_liger_kernel
 
@@ -256,12 +257,12 @@ def _with_kernels(model: Any, hf: HfModel, *, varlen: bool) -> Any:
 def whole_model(
     hf: HfModel, *, seed: int, terms: LossTerms | None
 ) -> tuple[CausalLm, DeferredWeights | None]:
-    """Return the whole model, to be divided among ranks, and what fills the modules that a rank
-    keeps; None: it has its weights. The loss in parts is left to the caller: `chunk_loss` refers to
-    the head, which not every rank keeps. The arguments are those of `build`.
+    """Return (the undivided model, the object that fills the modules that a rank keeps). The latter
+    is None if the model has its weights. The caller applies `chunk_loss`, which refers to the head,
+    because not every rank keeps the head. The arguments are those of `build`.
 
     Raises:
-        ConfigError, CausalLmError: as `build`.
+        ConfigError, CausalLmError: as in `build`.
     """
     import transformers
 
@@ -278,19 +279,19 @@ def whole_model(
 
 @contextmanager
 def _drawn_by(seed: int) -> Iterator[None]:
-    """Draw weights on the host by this seed, alike on all ranks, and leave the generators of each
-    as they were: dropout is its own."""
+    """Draw weights on the host with this seed, equal on all ranks, and restore the rank's
+    generator, which dropout uses."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not that of a device, which draws none
+        torch.default_generator.manual_seed(seed)  # only the host draws
         yield
 
 
 def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | None) -> None:
-    """Make the matrices of `whole_model` DTensors, of which this rank keeps its part.
+    """Turn the matrices of `whole_model` into DTensors, of which this rank keeps its part.
 
     Args:
-        mesh: its only axis are the ranks that hold the parts.
-        weights: what fills the model; None: it has its weights.
+        mesh: one axis, the tensor parallel ranks.
+        weights: fills the model; None if it has its weights.
     """
     divide(model, mesh)
     if weights is not None:
@@ -298,8 +299,8 @@ def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | Non
 
 
 def check_liger(hf: HfModel, device: torch.device) -> None:
-    """Raises ConfigError if Liger's kernels are asked for and cannot run here, or not for a model
-    of this type, which Liger itself would only note in its log."""
+    """Raise ConfigError if Liger's kernels are requested but cannot run here or for this
+    model type (Liger itself would only log that)."""
     if not hf.use_liger_kernel:
         return
     why, model_type = liger_problem(device), config_of_name(hf.hf).get("model_type")
@@ -313,11 +314,11 @@ def check_liger(hf: HfModel, device: torch.device) -> None:
 
 
 def check_can(hf: HfModel, *, chunked: bool, isolated: bool, varlen: int = 0) -> None:
-    """Raises ConfigError for a model that cannot do these: its loss in parts, documents whose
-    attention does not cross their ends, or variable-length attention within them.
+    """Raise ConfigError if a model does not support a requested feature: chunked loss, attention
+    that does not cross document ends, or variable-length attention.
 
     Args:
-        varlen: tokens per sequence of variable-length attention; 0: none.
+        varlen: tokens per sequence for variable-length attention; 0: not requested.
     """
     if not (chunked or isolated):
         return

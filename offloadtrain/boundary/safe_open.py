@@ -1,8 +1,8 @@
 """Opens files without trusting them: regular files only, of a bounded size.
 
-Run folders, checkpoints, logs, jobs and data may be foreign. A FIFO blocks its
-reader, /dev/zero never ends, a link leads out of the folder, and a file may grow while it is
-read. The checks are made on the open descriptor, so the file cannot be exchanged after them.
+Run folders, checkpoints, logs, jobs and data may be foreign. A FIFO blocks its reader, /dev/zero
+never ends, a link leads out of the folder, and a file may grow while it is read. The checks are
+made on the open descriptor, so the file cannot be exchanged after them.
 """
 
 from __future__ import annotations

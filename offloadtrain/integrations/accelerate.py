@@ -52,7 +52,7 @@ def offload(
     Raises:
         ValueError: an option contradicts the accelerator, or the accelerator is configured for
             something that an offloaded model does not support.
-        other errors: those of `offloadtrain.offload`.
+        other errors: as in `offloadtrain.offload`.
     """
     settings = {
         "device": accelerator.device,

@@ -5,7 +5,6 @@ The forward of most of them ends with two lines: `logits = self.lm_head(hidden_s
 computes the loss itself, in parts ([Note: Parts of the vocabulary] in `model/loss.py`), and
 the loss function returns it. The source of the model's forward shows whether it ends this way; a
 model that does more with its logits is refused by name.
-does more with its logits is refused, by name.
 """
 
 from __future__ import annotations

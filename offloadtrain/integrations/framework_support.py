@@ -94,7 +94,7 @@ def offload_for(
 
     Raises:
         ValueError: an option contradicts a setting.
-        other errors: those of `offloadtrain.offload`.
+        other errors: as in `offloadtrain.offload`.
     """
     chosen, dtypes = merged(options, settings, source), {p: p.dtype for p in model.parameters()}
     return offload(model, rule, **chosen, **more), dtypes

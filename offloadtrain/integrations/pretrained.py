@@ -87,7 +87,7 @@ def from_pretrained(
         trust_remote_code: run model code from the folder or the Hub.
         model_kwargs: further arguments of transformers' `from_pretrained`: attn_implementation,
             num_labels, revision, token, …
-        options: those of `offload`. `params` may be a function of the model.
+        options: as in `offload`. `params` may be a function of the model.
 
     Raises:
         ModelError: the checkpoint is quantized, pickled, damaged, of another shape, or of another

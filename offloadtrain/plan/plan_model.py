@@ -84,7 +84,7 @@ def plan_model(
         ranks: number of GPUs, each with such a microbatch.
         loss: maps the model's output to a scalar. Default: its `loss`, or the output if that is a
             scalar.
-        config, options: those of `offload`.
+        config, options: as in `offload`.
 
     Raises:
         ModelError: `offload` would refuse the model, or it cannot be traced.

@@ -3,6 +3,7 @@
 [Note: Spikes]
 The loss of a step is known once its forward is done, and all ranks have its mean before any of them
 updates. So a spike can be stopped before it reaches the weights (`train.on_spike`):
+
     report      raise an alert and update (default; needs no exchange before the update)
     skip        change nothing, as for a step with gradients that are not finite; the batch is
                 consumed

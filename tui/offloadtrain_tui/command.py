@@ -1,4 +1,4 @@
-"""`offloadtrain tui`: the first import of Textual."""
+"""The command `offloadtrain tui`. The monitor is imported inside of it, because Textual is slow."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def tui(
 
 
 def _settings(app: Monitor, theme: str, *, of_user: bool) -> settings.Settings:
-    """Return the user's settings or the defaults, with this theme; refuse wrong ones."""
+    """Return the user's settings or the defaults, with this theme; exit if they are invalid."""
     file, themes = settings.path(), sorted(app.available_themes)
     if theme and theme not in themes:
         raise SystemExit(_refuse(f"--theme {theme}: choose one of {', '.join(themes)}"))
@@ -139,12 +139,12 @@ def _settings(app: Monitor, theme: str, *, of_user: bool) -> settings.Settings:
 
 
 def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:
-    """Print one frame, or write it as a picture."""
+    """Print one frame, or write it as an image."""
     from offloadtrain_tui.pictures import frame
     from offloadtrain_tui.svg import write
 
     width, height = _parsed(size)
-    terminal = unfiltered(sys.stderr)  # Textual takes stderr while it draws
+    terminal = unfiltered(sys.stderr)  # Textual redirects stderr while it draws
 
     def say(text: str) -> None:
         if terminal.isatty():
@@ -158,14 +158,14 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
         print(screenshot)
     else:
         print(text)
-    # On stderr, why there is no run in what was shown.
+    # If the frame shows no run, stderr says why.
     if app.shown.snapshot.problem and not app.shown.snapshot.has_records:
         return _refuse(f"{app.shown.snapshot.name}: {app.shown.snapshot.problem}")
     return 0
 
 
 def _in_terminal(app: Monitor, screen: str) -> int:
-    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual-serve, in a browser
+    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # in a browser, by textual-serve
     terminals = (unfiltered(sys.stdout), unfiltered(sys.stderr))  # Textual draws to stderr
     if not drawn_elsewhere and not all(terminal.isatty() for terminal in terminals):
         return _refuse(

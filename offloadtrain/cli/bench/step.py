@@ -208,9 +208,8 @@ def run_demo(rounds: int, on_round: Callable[[str], None]) -> list[Row]:
     """Train all cases alternately, one step each per round.
 
     Returns:
-        One row per case: median `step_ms`; `x_resident`, the median of the
-        ratios of its step to the resident one of the same round; median `exposed_ms`, None for
-        the resident case.
+        One row per case: median `step_ms`; `x_resident`, the median of the ratios of its step to
+        the resident one of the same round; median `exposed_ms`, None for the resident case.
     """
     device = resolve_device("auto")
     dtype = PRECISIONS[resolve_precision("auto", device)[0]]

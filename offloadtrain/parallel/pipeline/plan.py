@@ -197,8 +197,8 @@ def divided(layers: Sequence[int], before: int, after: int, stages: int) -> tupl
 
 
 def divisions_from(first: Sequence[int], last: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all steps of a walk from one division to another. Each step moves one layer from the
-    stage with the largest excess to the stage with the largest deficit."""
+    """Yield the divisions on a path from `first` (excluded) to `last` (included). Each step moves
+    one layer from the stage with the largest excess to the stage with the largest deficit."""
     each = list(first)
     while any(more := [have - meant for have, meant in zip(each, last, strict=True)]):
         each[more.index(max(more))] -= 1

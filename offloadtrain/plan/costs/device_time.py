@@ -14,7 +14,6 @@ The time follows from a few rates of the machine, and from counts of the kernels
   and written, over the device's memory bandwidth;
 * launches: an eager operation takes at least as long as the host needs to launch it. A block takes
   the larger of its kernels' time and its launches' time.
-  larger of its kernels' time and its launches' time.
 
 `python -m benchmarks.validate_plan` fits the constants below to published throughputs and prints
 the residuals: docs/validation.md.

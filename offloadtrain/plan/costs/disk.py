@@ -134,7 +134,7 @@ def wear(load: DiskLoad, machine: Machine, local_ranks: int, step_s: float) -> W
 
 
 SHARE = 0.03
-"""Of the time of a run: what checkpoints should cost less than."""
+"""Largest fraction of a run's time that checkpoints should take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ NOTES = {
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What bounds a step, and what would make it faster.
+    """The bound of a step, and changes that would make it faster.
 
     Attributes:
         gains: part of the machine → relative gain of a step if that part were twice as fast (0.1

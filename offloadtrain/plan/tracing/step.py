@@ -3,9 +3,9 @@
 [Note: Tracing a step]
 The engine is the real one: partition, forward hooks, saved-tensor hooks, recompute, offloaded block
 inputs, casts, and the hooks that take gradients. Only three things are replaced: weights and batch
-are fake tensors, lanes launch nothing, and the arena maps nothing. Autograd's graph
-is therefore the one of training, and tensors die when they die in training. Weights stay on the
-device in the trace: their location does not influence torch's allocations.
+are fake tensors, lanes launch nothing, and the arena maps nothing. Autograd's graph is therefore
+the one of training, and tensors die when they die in training. Weights stay on the device in the
+trace: their location does not influence torch's allocations.
 
 Fake tensors are on the CPU, even if the plan is for a GPU: [Note: Operations of a GPU] in
 `patches`. A model whose forward reads a tensor's value (`if mask.all()`) cannot be traced.

@@ -258,7 +258,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class OffloadedState(Protocol):
-    """What checkpoints need of an optimizer."""
+    """Attributes and methods of an optimizer that checkpoints use."""
 
     param_groups: list[dict[str, Any]]
 

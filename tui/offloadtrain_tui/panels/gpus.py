@@ -1,4 +1,5 @@
-"""0: each GPU now, and one of them over time: load, power, temperature, clock, PCIe, NVLink."""
+"""0: current state of each GPU, and one GPU's load, power, temperature, clock and links over
+time."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ _ALWAYS = ("busy", "power", "heat", "pcie")
 
 
 class Gpus(RankPanel):
-    """A row per GPU, and charts of one; `v` shows the next."""
+    """A row per GPU, and charts for one GPU; `v` selects the next."""
 
     can_focus = True
 
@@ -75,7 +76,7 @@ class Gpus(RankPanel):
         system = system or shown.view.system
         gpus = system.gpus if system and not shown.view.on_cpu else ()
         tell(self.query_one("#gpus-text", Static), _about(shown, bool(gpus), view))
-        # A narrow terminal has no room for the links.
+        # The links do not fit a narrow terminal.
         count = len(COLUMNS) - (self.app.size.width < NARROW)
         rows = [_row(gpu)[:count] for gpu in gpus]
         fill(self.query_one(DataTable), COLUMNS[:count] if rows else (), rows)
@@ -92,7 +93,7 @@ class Gpus(RankPanel):
 
 
 def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
-    """Return a chart of the rank's GPU until the moment of the view."""
+    """Return a chart for the rank's GPU until the time of the view."""
     history, length = view.history.gpu, view.history.gpu.count(view.time_s)
     size = max(length // zoom, min(length, _LEAST_WINDOW))
     window = Window(length - size, length)

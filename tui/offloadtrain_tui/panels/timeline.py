@@ -1,4 +1,4 @@
-"""4: the lanes of the newest sampled step, with zoom."""
+"""4: the lanes of the newest sampled step, which can be zoomed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TimelinePanel(Panel):
         self._draw(replace(widget.content, step=step, spans=view.spans, start=view.start))
 
     def _draw(self, lanes: Lanes) -> None:
-        """Draw the lanes, and the memory of the same interval below them."""
+        """Draw the lanes, and below them the memory in the same interval."""
         self.query_one(Timeline).show(lanes)
         if self._view is not None:
             self.query_one(AreaChart).show(memory.within_step(self._view, *lanes.shown))

@@ -131,7 +131,7 @@ class _Rank:
                     self._print(line)
 
     def reap(self) -> None:
-        """Collect its exit code, and kill the processes that it has started."""
+        """Collect the process's exit code, and kill the processes that it has started."""
         self.kill()  # before the wait, after which its pid may be reused
         self.code = self.process.wait()
         self.forward()
@@ -143,7 +143,7 @@ class _Rank:
             os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """End it and its process group."""
+        """Kill the process and its process group."""
         if self.code is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

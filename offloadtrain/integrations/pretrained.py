@@ -184,12 +184,12 @@ def save_pretrained(
     tokenizer: Any = None,
     merge: bool = False,
 ) -> None:
-    """Write what `AutoModel….from_pretrained` loads, with weights from the masters; of a PEFT model
-    its adapters, which `PeftModel.from_pretrained` loads.
+    """Write a folder for `AutoModel….from_pretrained`, with weights from the masters. For a PEFT
+    model, write only its adapters, for `PeftModel.from_pretrained`.
 
-    Written beside `folder` and renamed at the end, so that there is a whole folder or none.
-    Holds one shard of host memory. All ranks must call it; rank 0 writes. Update mode "delayed":
-    the update that waits is in it.
+    Written next to `folder` and renamed at the end, so that the folder is complete or missing.
+    Holds one shard of host memory. All ranks must call it; rank 0 writes. In update mode
+    "delayed", the weights include the pending update.
 
     Args:
         source: the optimizer, or its model; a model without one is written unchanged. An `EMA`:

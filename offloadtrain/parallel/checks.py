@@ -135,8 +135,8 @@ def _ranks_of(param: Any) -> list[int]:
 
 
 def check_same_weights(names: Sequence[str], checksums: Sequence[float], parts: Ranks) -> None:
-    """Compare the initial values of parameters that all parts hold; a collective. See [Note: Held
-    whole].
+    """Compare initial values of parameters that all parts hold in full, see [Note: Held whole]; a
+    collective.
 
     Args:
         checksums: checksum of each parameter's values.

@@ -549,7 +549,7 @@ def set_up_torch(
             raise ConfigError(
                 f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
             )
-        # torch enforces it for every allocation.
+        # torch enforces the limit for every allocation.
         torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)
 
 

@@ -202,7 +202,7 @@ _ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "--hf": ("asks for a model", ("JOB", "--sweep")),
     "--fine-tune": ("asks for a model", ("JOB", "--sweep")),
 }
-"""Flag → what it does, and the flags that it excludes."""
+"""Flag → (its effect, for messages; the flags that it excludes)."""
 
 
 def _check_alone(values: Mapping[str, object]) -> None:

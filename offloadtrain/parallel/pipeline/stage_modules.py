@@ -192,7 +192,8 @@ class InitInOrder:
 def output_of(
     stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, *, faked: bool = False
 ) -> tuple[Tensor, ...]:
-    """Run a stage's forward without allocating memory, with the dtypes that it has once offloaded.
+    """Return the outputs of a stage's forward without allocating memory, with the dtypes of the
+    offloaded stage.
 
     Args:
         inputs: inputs of the stage, on the meta device.

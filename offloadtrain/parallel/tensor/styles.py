@@ -109,8 +109,8 @@ def divide_linear(
 
 
 def stand_alone(linear: Any, parts: int, outputs: bool, whole: bool) -> None:
-    """Give a linear layer without values the input and output sizes of a part; needs no other
-    ranks. With `whole`, hooks restore the full size of outputs, or cut the inputs."""
+    """Prepare a linear layer without values for parameters of a part's size; needs no other ranks.
+    With `whole`, hooks repeat outputs to their full size, or cut the inputs."""
 
     def into(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args[0].chunk(parts, -1)[0], *args[1:]

@@ -119,7 +119,7 @@ def _deepspeed_seconds(work: Work, machine: Machine) -> float:
     return step_times(run, machine, SOFTWARE).step
 
 
-# ── the same, stage 3, weights on the host too ──
+# ── DeepSpeed, ZeRO stage 3, optimizer and weights on the CPU ──
 
 
 def _zero3_device(work: Work) -> dict[str, float]:

@@ -116,8 +116,8 @@ class Wear:
     """Bytes written to one host's drive.
 
     Attributes:
-        per_day: at the planned time of a step.
-        days: until the drive's rating is reached; None: the machine file has no rating.
+        per_day: bytes per day, at the planned step time.
+        days: days until the drive's rating is reached; None if the machine file has no rating.
     """
 
     per_step: int
@@ -126,7 +126,7 @@ class Wear:
 
 
 def wear(load: DiskLoad, machine: Machine, local_ranks: int, step_s: float) -> Wear:
-    """Return what all ranks of a host write."""
+    """Return the bytes that all ranks of a host write. `step_s`: planned step time."""
     per_step = load.written_bytes * local_ranks
     per_day = per_step * _DAY_S / step_s
     rated = 1e12 * machine.disk_tbw
@@ -142,9 +142,9 @@ class SaveCost:
     """The cost of a checkpoint.
 
     Attributes:
-        write_s: time of its writing.
-        stall_s: time that training stands still: the next update waits for the writes.
-        interval: the smallest number of steps between checkpoints that costs less than `SHARE`.
+        write_s: seconds to write its files.
+        stall_s: seconds in which training stands still: the next update waits for the writes.
+        interval: smallest number of steps between checkpoints with a cost of at most `SHARE`.
     """
 
     write_s: float
@@ -153,13 +153,13 @@ class SaveCost:
 
 
 def save_cost(write_s: float, step_s: float, spill_s: float = 0.0) -> SaveCost:
-    """Return the cost of a checkpoint, of which one step and the spill hide what they can.
+    """Return the cost of a checkpoint. One step and the writes of the spill hide part of its time.
 
     Args:
-        write_s: the checkpoint's bytes over the disk's rate.
-        spill_s: the spill's bytes over it; no update waits for these.
+        write_s: seconds to write the checkpoint at the disk's rate.
+        spill_s: seconds to write the spill at this rate; updates do not wait for the spill.
     """
     stall_s = max(0.0, write_s - step_s - spill_s)
-    # One checkpoint at a time: the next one begins after it.
+    # A checkpoint begins only after the previous one is written.
     spent_s = max(stall_s / SHARE, write_s)
     return SaveCost(write_s, stall_s, max(1, math.ceil(spent_s / step_s)))

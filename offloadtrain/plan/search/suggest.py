@@ -580,8 +580,8 @@ def _changed(
 def _planned(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> Plan | None:
-    """Return the plan of a candidate; None for an impossible placement, or, with a warning, for
-    what its model cannot do."""
+    """Return the plan of a candidate; None if its placement is impossible, or, with a warning, if
+    its model does not support it."""
     try:
         return make(job, name, machine, ranks, trace)
     except PlanError:

@@ -319,7 +319,7 @@ def _difference(stretches: Sequence[Sequence[Moment]], run: Run) -> PeakBytes | 
 
 
 def _same(first: Moment, second: Moment) -> bool:
-    """Return whether two moments are equal except for their peaks."""
+    """Return True if two moments are equal except for their peaks."""
     either = (first.peak_bytes is None) == (second.peak_bytes is None)
     return either and replace(first, peak_bytes=None) == replace(second, peak_bytes=None)
 

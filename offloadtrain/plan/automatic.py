@@ -184,7 +184,7 @@ def largest_share(placed: Placement, room: int) -> float:
     """Return the largest share of the state that fits on the device.
 
     Args:
-        placed: with all state on the host.
+        placed: placement with all state on the host.
         room: device bytes available to the engine.
     """
     limit = placed.config.offload.memory.device_limit

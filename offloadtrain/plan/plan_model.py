@@ -75,11 +75,11 @@ def plan_model(
     The model does not change.
 
     Args:
-        model: in the mode (train or eval) to plan for, on any device, including meta; or a function
-            that creates it, which is called under `torch.device("meta")`.
+        model: a model in the mode (train or eval) to plan for, on any device, including meta; or a
+            function that creates it, which is called under `torch.device("meta")`.
         batch: a microbatch of one rank, samples first; its tensors may be on the meta device. A
-            mapping is passed as `model(**batch)`, a tuple as `model(*batch)`, and
-            anything else as `model(batch)`.
+            mapping is passed as `model(**batch)`, a tuple as `model(*batch)`, and anything else as
+            `model(batch)`.
         machine: a machine file or the name of a shipped one; default: this machine.
         ranks: number of GPUs, each with such a microbatch.
         loss: maps the model's output to a scalar. Default: its `loss`, or the output if that is a

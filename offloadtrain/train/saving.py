@@ -479,7 +479,7 @@ class Untrained:
         return ((name, table[leaf]) for name, (table, leaf) in self._tables.items())
 
     def versions(self, names: Iterable[str] | None = None) -> Versions:
-        """Return the versions of these names; None: of all."""
+        """Return the versions of the named tensors; None: of all tensors."""
         chosen = (
             (name, *self._tables[name]) for name in (self._tables if names is None else names)
         )

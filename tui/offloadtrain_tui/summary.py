@@ -98,7 +98,7 @@ def _end(shown: ViewState, state: str) -> str:
 def numbers(shown: ViewState, width: int = 120) -> Text:
     """Return the figures of the newest step, the most important first; figures that do not fit are
     left out."""
-    view, is_narrow = shown.view, width < WIDE_HEADLINE  # a narrow line must fit the bound
+    view, is_narrow = shown.view, width < WIDE_HEADLINE  # the bound must fit a narrow line
     parts: list[str | tuple[str, str]] = [(f" {before_first_step(shown)}", "bold")]
     if not (view.is_before_first_step or (shown.is_live and shown.snapshot.set_up)):
         planned, bound, mfu = against_plan(view), bound_by(view), view.last("mfu")

@@ -138,9 +138,9 @@ def trace_step(
     layers are traced: [Note: Layers that are alike].
 
     Args:
-        model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
-        config: with resolved precision; uses precision, activation, recompute_blocks, keep_fp32 and
-            cast_inputs.
+        model: real or on the meta device, in the mode (train or eval) to plan for; not changed.
+        config: options with resolved precision. Used are precision, activation, recompute_blocks,
+            keep_fp32 and cast_inputs.
         on_cpu: the plan is for a CPU, where losses work on smaller pieces.
         packed: `loss_of` gives positions that restart inside sequences.
 

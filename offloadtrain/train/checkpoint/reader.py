@@ -76,8 +76,8 @@ def scatter(first: int, last: int, targets: Iterable[Target], scratch: memoryvie
     """Divide the bytes [first, last) of a file into pieces of memory, in order.
 
     Args:
-        targets: in file order.
-        scratch: at least last - first bytes, aligned.
+        targets: memory for parts of the file, in file order.
+        scratch: aligned memory of at least last - first bytes, for parts not read in place.
     """
     pieces: list[Piece] = []
     at = first

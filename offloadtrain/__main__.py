@@ -2,15 +2,15 @@
 
 [Note: A small parent]
 Where a limit refuses memory (`ulimit -v`), some libraries end the process instead of raising an
-error: OpenMP exits where it gets no thread, others abort or follow a null pointer. Under such a
-limit the command therefore runs in a child. Its parent has loaded the standard library only, hands
-signals on, ends as the child does, and says in one line why a child ended that could not.
+error: OpenMP exits if it gets no thread, others abort or dereference a null pointer. Under such a
+limit the command therefore runs in a child. Its parent has loaded only the standard library,
+forwards signals, ends as the child does, and prints one line if the child ended without a message.
 
 [Note: A witness]
-A terminal, `kill -TERM -PGID` and `timeout` signal all processes of a group, the child too. If the
-parent handed such a signal on, however late, the child would receive a second stop. Nothing in a
-signal's siginfo says that it was sent to a group. Therefore the parent has another child that
-blocks all of these signals: a signal that is pending there was sent to the group.
+A terminal, `kill -TERM -PGID` and `timeout` signal all processes of a group, including the child.
+If the parent forwarded such a signal, however late, the child would receive a second stop. A
+signal's siginfo does not tell whether it was sent to a group. Therefore the parent has another
+child that blocks all of these signals: a signal that is pending there was sent to the group.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _AWAITED = (
     signal.SIGCHLD,
 )
 _REFUSED = (1, _WORDLESS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
-"""Exit codes of a child that a library has ended, or the loader."""
+"""Exit codes of a child that was ended by a library or the loader."""
 
 
 def main() -> int:
-    """Run a command and return its exit code; under a limit of memory in a child. Ranks have a
-    parent already, which is their launcher or torchrun."""
+    """Run a command and return its exit code; under a memory limit, run it in a child. Ranks
+    already have such a parent: their launcher or torchrun."""
     _replace_closed_streams()
     try:
         if host_memory.has_rlimit() and "RANK" not in os.environ:
             return watched(_command)
         return _command()
-    except Exception as error:  # what could not even be forked, imported, or reported
+    except Exception as error:  # errors of fork, of imports, or of the error report itself
         if not host_memory.is_out_of_memory(error):
             raise
         return _refused(error)
 
 
 def _replace_closed_streams() -> None:
-    """Connect the streams that a shell or a daemon has closed (`>&-`) to the null device. Otherwise
-    the next file to be opened gets such a number, and what libraries print is written into it."""
+    """Connect streams that a shell or a daemon has closed (`>&-`) to the null device. Otherwise
+    the next opened file gets their descriptor, and output of libraries is written into it."""
     for name in ("stdin", "stdout", "stderr"):  # in this order: open takes the lowest number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
@@ -69,13 +69,13 @@ def _command() -> int:
 def _refused(error: object) -> int:
     try:
         print(host_memory.refusal(error), file=sys.stderr)
-    except MemoryError:  # not even for these words: the parent has them
+    except MemoryError:  # no memory for the message: the parent prints it
         os._exit(_WORDLESS)
     return _DOES_NOT_FIT
 
 
 def watched(command: Callable[[], int]) -> int:
-    """Run a command in a child and return its exit code, or 4 if a refusal of memory has ended it.
+    """Run a command in a child and return its exit code, or 4 if it was ended for lack of memory.
     See [Note: A small parent].
 
     Args:
@@ -92,7 +92,7 @@ def watched(command: Callable[[], int]) -> int:
         return code
     os.close(ends)
     signals: list[int] = []
-    # No handlers: none can run once the child is gone and another process may have its number.
+    # Not with handlers: one could run after the child has gone and its pid is reused.
     while not (status := os.waitpid(child, os.WNOHANG))[0]:
         received = signal.sigwaitinfo(_AWAITED)  # waits for the child, or for a signal to it
         number = signal.Signals(received.si_signo)
@@ -104,12 +104,12 @@ def watched(command: Callable[[], int]) -> int:
             continue
         os.kill(witness, signal.SIGKILL)
         os.waitpid(witness, 0)
-        with suppress(OSError):  # without a witness all signals are handed on
+        with suppress(OSError):  # without a witness all signals are forwarded
             witness = _witness()
     code = os.waitstatus_to_exitcode(status[1])
     try:
         orderly = os.read(ended, 1)
-    except BlockingIOError:  # a process that the child has left behind holds its end
+    except BlockingIOError:  # a process that the child started still has the pipe open
         orderly = b""
     if orderly:
         return orderly[0]
@@ -125,14 +125,14 @@ def watched(command: Callable[[], int]) -> int:
 
 
 def _fork() -> int:
-    """Fork a child that ends with this process; return its number, 0 in the child."""
+    """Fork a child that ends with this process; return its pid, and 0 in the child."""
     if (child := os.fork()) == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return child
 
 
 def _witness() -> int:
-    """Start a child that blocks `_AWAITED`, as this process does, and waits: [Note: A witness]."""
+    """Start a child that blocks `_AWAITED`, as this process does, and sleeps: [Note: A witness]."""
     if (child := _fork()) == 0:
         while True:
             signal.pause()
@@ -140,7 +140,7 @@ def _witness() -> int:
 
 
 def _is_pending(process: int, number: int) -> bool:
-    """Tell whether a process has not yet received a signal that was sent to it."""
+    """Return True if a signal sent to a process is still pending there."""
     status = ""
     with suppress(OSError):
         status = Path(f"/proc/{process}/status").read_text()

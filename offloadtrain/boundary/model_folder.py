@@ -1,7 +1,7 @@
-"""Folders of Hugging Face, checked before transformers opens them.
+"""Checks Hugging Face folders before transformers opens them.
 
-transformers follows links, reads files of any size, and joins the names of an index to the folder
-without looking at them. `check_folder` refuses what would lead it out of the folder.
+transformers follows links, reads files of any size, and joins names from an index to the folder
+without checking them. `check_folder` refuses files that would lead it out of the folder.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import IO
 from offloadtrain.boundary.safe_open import UnsafeFileError, open_regular, read_json
 
 _OPENED = (".json", ".safetensors", ".jinja", ".txt", ".model", ".tiktoken")
-"""Ends of the names that transformers opens."""
+"""Suffixes of the files that transformers opens."""
 _MOST_TEXT_BYTES = 256 << 20
 _MOST_HEADER_BYTES = 32 << 20
-"""Of a safetensors file. Headers of 50,000 tensors have 5 MB; safetensors itself reads 100 MB."""
+"""Limit on a safetensors header. With 50,000 tensors it has 5 MB; safetensors reads 100 MB."""
 
 
 def inside(path: Path) -> Path:
-    """Return the file that a name in a model's folder leads to.
+    """Return the file that a path in a model's folder refers to.
 
     Raises:
-        UnsafeFileError: a link leads out of the folder. Those of the Hub's cache may lead from
+        UnsafeFileError: a link leads out of the folder. In the Hub's cache, links may lead from
             `snapshots/REVISION` to `blobs`.
     """
     folder, target = path.parent.resolve(), Path(os.path.realpath(path))
@@ -41,15 +41,15 @@ def check_folder(folder: str | Path) -> None:
     """Check every file that transformers may open in a folder.
 
     Raises:
-        UnsafeFileError: a file is outside of the folder, is no regular file, or is too large; an
-            index names another folder; or the header of a safetensors file is too long.
+        UnsafeFileError: a file is outside of the folder, is not a regular file, or is too large; an
+            index names a file of another folder; or a safetensors header is too long.
         OSError: a file cannot be opened.
     """
     for path in sorted(Path(folder).glob("*")) + sorted(Path(folder).glob("*/*.jinja")):
         if not path.name.endswith(_OPENED) or path.is_dir():
             continue
         if not (target := inside(path)).exists() and not target.is_symlink():
-            continue  # of a download that has not ended
+            continue  # belongs to an unfinished download
         weights = path.suffix == ".safetensors"
         with open_regular(target, max_bytes=None if weights else _MOST_TEXT_BYTES) as file:
             if weights:

@@ -1,4 +1,4 @@
-"""The one place where a command's text goes out: stdout and stderr of the whole process."""
+"""Output of a command: stdout and stderr of the process, without foreign escape sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offloadtrain.boundary.sanitize import SanitizedStream, sanitize
 
 @contextmanager
 def sanitized_output() -> Iterator[None]:
-    """Let nothing that is printed meanwhile, by whomever, pass an escape sequence on."""
+    """Filter escape sequences from everything that the process prints inside."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _filtered(sys.stdout), _filtered(sys.stderr)
     try:
@@ -23,11 +23,11 @@ def sanitized_output() -> Iterator[None]:
 
 
 def tell(text: str, file: TextIO | None = None) -> None:
-    """Print the result of finished work. A closed pipe or a full disk is not a failure of the work:
-    from then on the stream's output is dropped.
+    """Print the result of finished work. A closed pipe or a full disk does not fail the work: from
+    then on the stream's output is dropped.
 
     Args:
-        file: default: stdout.
+        file: the stream; default: stdout.
     """
     stream = sys.stdout if file is None else file
     try:
@@ -38,8 +38,8 @@ def tell(text: str, file: TextIO | None = None) -> None:
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a message, with visible control characters. One that cannot be written is lost, and
-    later ones are tried again."""
+    """Print a message with visible control characters. If it cannot be written, it is lost; later
+    messages are tried again."""
     with suppress(OSError, ValueError):  # ValueError: the stream is closed
         print(sanitize(text), file=sys.stderr, flush=True)
 

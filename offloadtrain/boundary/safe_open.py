@@ -1,8 +1,8 @@
-"""The one opener that trusts nothing: regular files only, of a bounded size.
+"""Opens files without trusting them: regular files only, of a bounded size.
 
-Run folders, checkpoints, logs, jobs and data may come from somebody else. A FIFO blocks whoever
-opens it, /dev/zero never ends, a link leads out of the folder, and a file may grow while it is
-read. The checks here are made on the open descriptor, so nothing can be exchanged after them.
+Run folders, checkpoints, logs, jobs and data may be foreign. A FIFO blocks its reader, /dev/zero
+never ends, a link leads out of the folder, and a file may grow while it is read. The checks are
+made on the open descriptor, so the file cannot be exchanged after them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SKIPPED_BYTES = 1 << 20
 
 
 class UnsafeFileError(OSError):
-    """The file is not what a reader may open; `strerror` says why, without the path."""
+    """A reader must not open this file; `strerror` is the reason, without the path."""
 
     def __init__(self, path: str | Path, why: str) -> None:
         super().__init__(errno.EINVAL, why, os.fspath(path))
@@ -37,7 +37,7 @@ class UnsafeFileError(OSError):
         return f"{self.filename}: {self.strerror}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A worker process sends it by its own two arguments, not by OSError's three."""
+        """Pickle with its two arguments, unlike OSError, which has three."""
         return UnsafeFileError, (self.filename, self.strerror)
 
 
@@ -52,18 +52,18 @@ def open_descriptor(
     """Open a regular file without ever blocking; the caller closes the descriptor.
 
     Args:
-        flags: of `os.open`; a file that they create is its owner's only.
-        max_bytes: None: any size.
-        follow_link: accept a symbolic link as the last part of `path`. For names that the user
-            gives (a job, a token file), never for names found in a folder or a file.
+        flags: flags of `os.open`; a file that they create is accessible only to its owner.
+        max_bytes: largest accepted size; None: any.
+        follow_link: accept a symbolic link as the last part of `path`. Only for names that the
+            user gives (a job, a token file), never for names found in a folder or a file.
         trusted_owner: require this user or root as the owner.
 
     Raises:
-        UnsafeFileError: it is a link, no regular file, too large, or of another user.
+        UnsafeFileError: it is a link, not a regular file, too large, or owned by another user.
         OSError: it cannot be opened.
     """
     flags |= os.O_CLOEXEC | os.O_NOCTTY
-    flags |= os.O_NONBLOCK  # a FIFO without a writer, and some devices, would block here for ever
+    flags |= os.O_NONBLOCK  # a FIFO without a writer, and some devices, would block forever
     flags |= 0 if follow_link else os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
@@ -88,7 +88,7 @@ def open_regular(
 ) -> IO[bytes]:
     """Open a regular file as a binary stream; see `open_descriptor`.
 
-    The size is checked once, when the file is opened: a reader of a growing file bounds its reads.
+    The size is checked once, at opening: a reader of a growing file must bound its reads.
     """
     fd = open_descriptor(
         path,
@@ -96,7 +96,7 @@ def open_regular(
         follow_link=follow_link,
         trusted_owner=trusted_owner,
     )
-    return open(path, "rb", opener=lambda name, flags: fd)  # by its path: errors name it
+    return open(path, "rb", opener=lambda name, flags: fd)  # by path, so that errors name it
 
 
 def read_regular(
@@ -106,7 +106,7 @@ def read_regular(
     follow_link: bool = False,
     trusted_owner: bool = False,
 ) -> bytes:
-    """Read a whole regular file, also at most `max_bytes` where it grows meanwhile.
+    """Read a complete regular file; never more than `max_bytes`, even if it grows.
 
     Raises:
         UnsafeFileError, OSError: see `open_descriptor`.
@@ -124,12 +124,12 @@ def read_regular(
 
 
 def bounded_lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield each line from here on and its length; of a longer line its first `max_bytes` only.
+    """Yield (line, length) of each remaining line; of a longer line only the first `max_bytes`.
 
-    A file of gigabytes without a newline is thus never in memory, and not read to its end.
+    So gigabytes without a newline are never in memory, and not read to the end.
 
     Raises:
-        UnsafeFileError: a line is longer than four times `max_bytes`: these are no lines.
+        UnsafeFileError: a line is longer than four times `max_bytes`, so this is no text.
     """
     while line := file.readline(max_bytes):
         length, piece = len(line), line
@@ -146,7 +146,7 @@ def read_text(
     """Read a regular file of UTF-8 text; a byte order mark is dropped.
 
     Raises:
-        UnsafeFileError: also where it is not UTF-8.
+        UnsafeFileError: also if it is not UTF-8.
         OSError: see `open_descriptor`.
     """
     content = read_regular(
@@ -168,7 +168,7 @@ def read_json(
     """Parse a regular file of JSON.
 
     Raises:
-        UnsafeFileError: also where it is not JSON, is nested too deeply, or has a number of
+        UnsafeFileError: also if it is not JSON, is nested too deeply, or has a number with
             thousands of digits.
         OSError: see `open_descriptor`.
     """

@@ -1,6 +1,6 @@
-"""Files of the user's own, written where others may have put links: nothing is written through one.
+"""Writes files where others may have put links, without writing through a link.
 
-A run folder may come from somebody else, and its `trace.json` may be a link to a file of the user.
+A run folder may be foreign, and its `trace.json` may be a link to one of the user's files.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from offloadtrain.boundary.safe_open import UnsafeFileError
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole, readable by its owner only; a reader finds the old or the new one.
+    """Write a file atomically, readable only by its owner; a reader sees the old or the new one.
 
-    An existing file or link of that name is replaced; a link is not followed.
+    An existing file or link with this name is replaced; a link is not followed.
 
     Raises:
-        OSError: the folder cannot be written, or has a folder of that name.
+        OSError: the folder cannot be written, or contains a folder with this name.
     """
     data = content.encode() if isinstance(content, str) else content
     fresh = path.with_name(f".{path.name}.tmp")
@@ -34,11 +34,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def own_folder(path: Path) -> Path:
-    """Make a folder inside a run folder, for its owner only, unless it is there.
+    """Create a folder inside a run folder, only for its owner, unless it exists.
 
     Raises:
-        UnsafeFileError: something else, or a link, has its name.
-        OSError: it cannot be made.
+        UnsafeFileError: a link, or something other than a folder, has this name.
+        OSError: it cannot be created.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise UnsafeFileError(path, "it is not a folder that belongs to the run")

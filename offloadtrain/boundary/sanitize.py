@@ -1,9 +1,9 @@
-"""Make text from elsewhere harmless: it must control no terminal and mislead no reader.
+"""Makes foreign text harmless: it must not control a terminal or mislead a reader.
 
-Names, messages, paths and logs may hold escape sequences that write the clipboard, set the title or
-clear the screen, and marks that reverse or hide text. One rule decides, and it is Python's own:
-`str.isprintable`. It is false for C0, DEL, C1, line and paragraph separators, bidirectional
-controls, zero-width and other format characters, surrogates, and characters of no known meaning.
+Names, messages, paths and logs may contain escape sequences that write the clipboard, set the title
+or clear the screen, and marks that reverse or hide text. Python's `str.isprintable` decides
+alone. It is false for C0, DEL, C1, line and paragraph separators, bidirectional
+controls, zero-width and other format characters, surrogates, and unassigned characters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _JSON_SPACE = "\n\t\r"
 
 
 def sanitize(text: str) -> str:
-    """Return the text with everything unprintable replaced but newlines and tabs."""
+    """Return the text with unprintable characters replaced, except newlines and tabs."""
     if text.isprintable():
         return text
     return "".join(
@@ -26,14 +26,14 @@ def sanitize(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text as one line: newlines and tabs are blanks too."""
+    """Return the text as one line: newlines and tabs become blanks."""
     if text.isprintable():
         return text
     return "".join(" " if character in _LINES_AND_TABS else _shown(character) for character in text)
 
 
 def sanitize_json(text: str) -> str:
-    """Return the same JSON on one line, with unprintable characters escaped: nothing is lost."""
+    """Return the same JSON on one line, with unprintable characters escaped; nothing is lost."""
     if text.isprintable():
         return text
     return "".join(
@@ -48,7 +48,7 @@ def _shown(character: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    """Outside a string, JSON has no unprintable characters but white space."""
+    """Escape a character; outside of strings, white space is JSON's only unprintable character."""
     if character in _JSON_SPACE:
         return " "
     units = character.encode("utf-16-be", "surrogatepass")
@@ -56,7 +56,7 @@ def _escaped(character: str) -> str:
 
 
 class SanitizedStream:
-    """A text stream that removes escape sequences; everything else is passed to the stream.
+    """A text stream that removes escape sequences; other attributes are those of the stream.
 
     `isatty` is False: a program that draws uses `unfiltered`.
     """
@@ -68,7 +68,7 @@ class SanitizedStream:
         clean = sanitize(text)
         try:
             return self._stream.write(clean)
-        except UnicodeEncodeError:  # of a locale without UTF-8; Python's stderr does the same
+        except UnicodeEncodeError:  # a locale without UTF-8; Python's stderr does the same
             encoding = self._stream.encoding
             return self._stream.write(clean.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -84,5 +84,5 @@ class SanitizedStream:
 
 
 def unfiltered(stream: TextIO) -> TextIO:
-    """Return the stream itself, for the escape sequences of our own: a line that is redrawn."""
+    """Return the stream itself, for the program's own escape sequences, such as a live line."""
     return stream._stream if isinstance(stream, SanitizedStream) else stream

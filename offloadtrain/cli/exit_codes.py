@@ -1,6 +1,6 @@
-"""How a command ends: exit codes, which help texts and docs use too, and signals.
+"""Exit codes of commands, which help texts and docs use as well, and interruption by signals.
 
-A signal ends a command that writes files after its unfinished files are removed.
+A signal to a command that writes files takes effect after its unfinished files are removed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ DONE = 0
 FAILED = 1
 """Errors, including a non-finite loss or weight without skipping, and a second signal."""
 USAGE = 2
-"""Bad usage, configuration, model or data; a path that leads to nothing, or may not be used."""
+"""Invalid usage, configuration, model or data; a path that does not exist or must not be used."""
 DOES_NOT_FIT = 4
 """The job does not fit in memory."""
 HUNG = 70
-"""A rank made no progress for `train.hang_timeout_s`: EX_SOFTWARE of sysexits.h."""
+"""A rank made no progress for `train.hang_timeout_s`; EX_SOFTWARE of sysexits.h."""
 DEVICE_LOST = 74
-"""The device failed; an emergency checkpoint holds the last step: EX_IOERR of sysexits.h."""
+"""The device failed; an emergency checkpoint holds the last step; EX_IOERR of sysexits.h."""
 STOPPED = 75
-"""Stopped on request, and resumable: EX_TEMPFAIL of sysexits.h."""
+"""Stopped on request, and resumable; EX_TEMPFAIL of sysexits.h."""
 
-# By name, because importing the classes would import torch.
+# By name, since importing the classes would import torch.
 _OF_ERRORS = {
     "InputError": USAGE,
     "UnsafeFileError": USAGE,
@@ -45,25 +45,25 @@ _OF_PATHS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM),
     *(errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""What is wrong with a path; a disk that is full or fails is none of these."""
+"""Errors of the path itself, unlike a full or failing disk."""
 
 
 def of_error(error: BaseException) -> int:
-    """Return the exit code of a process that this error ends."""
-    # An error without a class of its own has the code of its cause.
+    """Return the exit code of a process that ends with this error."""
+    # A plain OffloadTrainError has the code of its cause.
     cause = error.__cause__ if type(error) is OffloadTrainError else error
     if isinstance(cause, OSError) and cause.filename and cause.errno in _OF_PATHS:
         return USAGE
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):
-        return USAGE  # of Path.resolve
+        return USAGE  # raised by Path.resolve
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((_OF_ERRORS[name] for name in names if name in _OF_ERRORS), FAILED)
 
 
 @contextmanager
 def ends_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, as Ctrl-C does. Training has handlers of
-    its own."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, as Ctrl-C does. Training uses other
+    handlers."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)

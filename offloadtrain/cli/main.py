@@ -1,6 +1,6 @@
 """The command line: `offloadtrain COMMAND`. stdout is for data, stderr for messages.
 
-Commands are named here and imported only on use, so that help does not load torch.
+Commands are listed here and imported on use, so that help does not load torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offloadtrain.hardware import host_memory
 
 
 class _OnUse:
-    """Stands for an object that is made when it is used: its import takes 0.1 s."""
+    """Proxy of an object that is created on first use, because its import takes 0.1 s."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -46,8 +46,8 @@ _SAYS_DEFAULT = re.compile(r"\b[Dd]efault[: ]")
 
 
 class _Unbroken(_OnUse):
-    """cyclopts's help, without the line breaks of the docstrings, and without defaults that say
-    nothing."""
+    """cyclopts's help, without the line breaks of docstrings and without defaults that mean "not
+    given"."""
 
     def __call__(self, console: Any, options: Any, panel: Any) -> None:
         from rich.text import Text
@@ -62,7 +62,7 @@ class _Unbroken(_OnUse):
 
 
 class _Command:
-    """A command: where its function is, and what its help says.
+    """A command: the location of its function, and its help.
 
     Attributes:
         function: "module:function", imported when the command is used.
@@ -159,7 +159,7 @@ COMMANDS = {
         "offloadtrain trace runs/20261121-080000-demo",
         "offloadtrain trace runs/20261121-080000-demo --out /tmp/trace.json",
     ),
-    # By name: the trainer never imports the monitor.
+    # By name, because the trainer never imports the monitor.
     "tui": _Command(
         "offloadtrain_tui.command:tui",
         "Monitor runs in the terminal.",
@@ -272,8 +272,8 @@ app.command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code. What it prints holds no escape sequences but ours,
-    whatever names and messages it quotes."""
+    """Run one command and return the exit code. Its output contains no escape sequences from
+    quoted names or messages."""
     with sanitized_output():
         return _run(argv)
 
@@ -285,7 +285,7 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments.remove("--debug")
         debug = True
     try:
-        # Without the filter: help and wrong usage have colors.
+        # Unfiltered, since help and usage errors have colors.
         bare = unfiltered(sys.stdout)
         help_console: Any = _OnUse(lambda: import_module("rich.console").Console(file=bare))
         code = app(arguments, console=help_console, print_error=False, exit_on_error=False)
@@ -293,7 +293,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except CycloptsError as error:
         print(_wrong_usage(error), file=sys.stderr)
         return USAGE
-    except SystemExit as exit_request:  # the command has printed the error
+    except SystemExit as exit_request:  # the command has already printed the error
         return USAGE if exit_request.code else DONE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -323,7 +323,7 @@ def _failed(error: Exception, debug: bool) -> int:
     code = of_error(error)
     known = isinstance(error, OffloadTrainError | UnsafeFileError)
     if not (debug or known) and isinstance(error, OSError) and error.strerror:
-        # Of a disk, a network or permissions, where no command could say more.
+        # An error of a disk, a network or permissions, to which a command could add nothing.
         at = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         print(f"{at}{error.strerror} (--debug says where this was met)", file=sys.stderr)
     elif debug or (not known and code == FAILED):

@@ -1,4 +1,4 @@
-"""Types of arguments that several commands have. Imports nothing heavy."""
+"""Argument types that several commands share. Imports nothing heavy."""
 
 from __future__ import annotations
 

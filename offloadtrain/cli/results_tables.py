@@ -1,6 +1,6 @@
 """Tables from results files of `python -m benchmarks.gpu`: every step, and the project's goals.
 
-Nothing is measured here, and nothing of a job is known; where no file has a figure, the table says
+Nothing is measured here, and nothing about jobs is known; if no file has a figure, the table says
 so.
 """
 
@@ -34,7 +34,7 @@ class ResultsError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of one system.
+    """Measured steps of one system.
 
     Attributes:
         spec: fields of `benchmarks.gpu.spec.Spec`.
@@ -55,18 +55,18 @@ class Steps:
 
     @property
     def tokens(self) -> int:
-        """Figures of a step."""
+        """Tokens of a step."""
         return int(self.figures["step_tokens"])
 
     @property
     def work(self) -> tuple[object, ...]:
-        """The work of a step: the same for all systems that are compared."""
+        """The work of a step, equal for all compared systems."""
         keys = ("size", "micro_batch", "seq_len", "grad_accum_steps", "precision")
         return tuple(self.spec[key] for key in keys)
 
     @property
     def computation(self) -> tuple[object, ...]:
-        """How layers compute. Inputs of layers that are offloaded change nothing in it."""
+        """How layers compute; offloaded layer inputs do not change it."""
         options = self.spec["options"]
         mode = self.option("activation", "recompute" if self.spec["recompute"] else "keep")
         again = "recompute" if mode == "offload" else mode
@@ -87,19 +87,19 @@ class Steps:
         return ", ".join([_SYSTEMS.get(self.system, self.system), *words, *caps])
 
     def option(self, key: str, default: str) -> str:
-        """Options of `offload`."""
+        """Return an option of `offload` as text."""
         return str(self.spec["options"].get(key, default))
 
 
 @dataclass(frozen=True, slots=True)
 class ResultsFile:
-    """One file, for one GPU.
+    """One results file, for one GPU.
 
     Attributes:
-        note: what the person who committed the file says of the machine and the program.
-        steps: of every system, in the order of the file.
+        note: remark of the person who committed the file, on machine and program.
+        steps: steps of all systems, in file order.
         machine: measured rates; empty if there are none.
-        summaries: measurement that is no step → its result.
+        summaries: other measurement → its result.
         missing: failed measurement → reason.
     """
 
@@ -116,14 +116,14 @@ class ResultsFile:
         return self.path.name
 
     def resident(self, steps: Steps) -> Steps | None:
-        """Return the resident run of the same model on the same tokens, on a whole card, whose
-        layers compute as these do."""
+        """Return the resident run of the same model and tokens on an uncapped card, whose layers
+        compute as these do; None if there is none."""
         resident = (other for other in self.steps if other.system == "resident")
         alike = steps.work, steps.computation
         return next((run for run in resident if (run.work, run.computation) == alike), None)
 
     def rate_over_resident(self, steps: Steps) -> float | None:
-        """Return tokens per second over those of `resident`; None: that was not measured."""
+        """Return tokens/s relative to `resident`; None if that was not measured."""
         resident = self.resident(steps)
         if resident is None:
             return None
@@ -131,7 +131,7 @@ class ResultsFile:
 
 
 def read(folder: Path) -> list[ResultsFile]:
-    """Return the files measured on GPUs, by name.
+    """Return the files measured on GPUs, sorted by name.
 
     Raises:
         ResultsError: a file is not JSON, or not in the format of `benchmarks.gpu`.
@@ -187,9 +187,9 @@ class Goal:
 
     Attributes:
         limit: the bound.
-        measured: the figures of a results file to compare with it.
+        measured: yields the figures of a results file to compare with it.
         at_most: the limit is an upper bound.
-        percent: it is printed in percent.
+        percent: figures are printed in percent.
     """
 
     what: str
@@ -199,14 +199,14 @@ class Goal:
     percent: bool = False
 
     def worst(self, file: ResultsFile) -> float | None:
-        """Return the worst figure; None: not measured."""
+        """Return the worst figure; None if not measured."""
         figures = list(self.measured(file))
         if not figures:
             return None
         return max(figures) if self.at_most else min(figures)
 
     def is_met(self, value: float) -> bool:
-        """Compare in the printed digits."""
+        """Compare in the printed precision."""
         value, limit = round(value, 2), round(self.limit, 2)
         return value <= limit if self.at_most else value >= limit
 
@@ -215,7 +215,7 @@ class Goal:
 
 
 def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -> Iterator[float]:
-    """Return our step over the resident one, 3B, for tokens per step in a range."""
+    """Yield offloaded over resident step time of the 3B model, for tokens per step in a range."""
     for ours in _ours(file):
         share = file.rate_over_resident(ours)
         is_this_case = ours.spec["size"] == "llama-3b" and dict(ours.spec["options"]) == options
@@ -234,8 +234,8 @@ def _speedup_over_deepspeed(file: ResultsFile) -> Iterator[float]:
 
 
 def _speedup_over_exact(file: ResultsFile) -> Iterator[float]:
-    """Return the speedup of `speculative` over `exact` up to 16k tokens per step, right guesses or
-    not."""
+    """Yield the speedup of `speculative` over `exact` up to 16k tokens per step, whether or not
+    predictions were right."""
     return (
         exact.figures["step_s"] / guesses.figures["step_s"]
         for guesses in _ours(file)
@@ -325,7 +325,7 @@ GOALS = (
 
 def summary(files: Sequence[ResultsFile]) -> str:
     """Return the README's tables: for each card the newest measurement of each step, by model and
-    tokens, without those that never clip, as nobody trains."""
+    tokens, without steps that never clip, which nobody uses in training."""
     paragraphs = []
     for device in dict.fromkeys(file.device for file in files):
         of_device = [file for file in files if file.device == device]
@@ -366,7 +366,7 @@ _WORDS = {
     "state_on": {"auto": "state on the GPU where there is room"},
     "working": {"host": "weights streamed"},
 }
-"""Option → value → what a reader who does not know the options understands."""
+"""Option → value → a description for readers who do not know the options."""
 
 
 def _in_words(key: str, value: object) -> str:
@@ -511,4 +511,4 @@ _SECTIONS: Sequence[tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]] = 
     ("Other measurements", ("what", "result"), lambda file: file.summaries.items()),
     ("Not measured", ("what", "why"), _missing_rows),
 )
-"""Title, heads of columns, and rows of each table of a file."""
+"""Title, column heads, and rows of each table of a file."""

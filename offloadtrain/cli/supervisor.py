@@ -3,8 +3,8 @@
 [Note: Supervision]
 One loop waits for four events: a rank ends, a rank sends a pulse, a rank other than 0 prints, a
 signal arrives. Rank 0 writes directly to the launcher's output. If a rank fails, the other ranks
-get a few seconds to log the cause, and are killed. After a hang all ranks report, and are killed.
-Processes that a rank has started are in its process group, and end with it.
+get a few seconds to log the cause, and are then killed. After a hang all ranks report, and are then
+killed. Processes that a rank has started are in its process group, and end with it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, 
 from offloadtrain.train.signals import REPEAT_S, signals_handled
 
 GRACE_S = 10.0
-"""Time for the other ranks to end, after one has failed."""
+"""Time for the other ranks to end after one has failed."""
 STALE_S = 2.0
-"""Silence of a rank's watchdog after which the launcher looks at the process itself."""
+"""Silence of a rank's watchdog after which the launcher examines the process itself."""
 _LOOPBACK = "127.0.0.1"
 _FINAL = (DONE, STOPPED, USAGE, DOES_NOT_FIT)
-"""Codes after which a restart would end the same, or is not wanted."""
+"""Exit codes after which a restart would end the same way, or is not wanted."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OUTPUT_BYTES = 1 << 16
 
@@ -58,11 +58,11 @@ PROGRAM = ("-m", "offloadtrain")
 """Arguments of Python that run this program."""
 
 Command = Callable[[str], Sequence[str]]
-"""From the run folder to go on in ("": none has begun) to the arguments of a rank's process."""
+"""Run folder to continue in ("" if none has begun) → the command line of a rank's process."""
 
 
 class _Rank:
-    """The process of one rank, as its launcher sees it."""
+    """The process of one rank, seen from its launcher."""
 
     def __init__(
         self,
@@ -87,13 +87,14 @@ class _Rank:
 
     @property
     def pulse(self) -> Pulse:
-        """The last pulse; if no more have come for a while, with the time since."""
+        """The last pulse; if no more arrive, with the time of silence."""
         if self.answers():
             return self.last_pulse
         return replace(self.last_pulse, silent_s=self._stale_s, waits=False)
 
     def listen(self, passed_s: float) -> None:
-        """Receive its pulses. A rank may compute without one: its interpreter is locked."""
+        """Receive its pulses. Without a pulse, CPU time of its main thread counts as progress: the
+        GIL may be locked."""
         heard = None
         with suppress(EOFError):
             while (message := self.link.receive()) is not None:
@@ -106,7 +107,7 @@ class _Rank:
             self._stale_s += passed_s
 
     def state(self) -> str:
-        """Return its activity, for the report of a hang."""
+        """Return its activity for the report of a hang."""
         state, _ = _main_thread(self.process.pid)
         if state in "Tt":
             doing = "stopped by a signal (SIGSTOP, SIGTSTP)"
@@ -120,18 +121,18 @@ class _Rank:
         return self._stale_s < STALE_S
 
     def forward(self) -> None:
-        """Print its new output, labelled; whole lines."""
+        """Print its new output as labelled, complete lines."""
         if self.process.stdout is None:
             return
-        with suppress(BlockingIOError):  # no more for now
+        with suppress(BlockingIOError):  # no more output for now
             while new := os.read(self.process.stdout.fileno(), _OUTPUT_BYTES):
                 *lines, self._rest = (self._rest + new).split(b"\n")
                 for line in lines:
                     self._print(line)
 
     def reap(self) -> None:
-        """Collect its exit code, and kill the processes that it has started."""
-        self.kill()  # before the wait, after which another process may have its number
+        """Collect the process's exit code, and kill the processes that it has started."""
+        self.kill()  # before the wait, after which its pid may be reused
         self.code = self.process.wait()
         self.forward()
         if self._rest:
@@ -142,7 +143,7 @@ class _Rank:
             os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """End it and its process group."""
+        """Kill the process and its process group."""
         if self.code is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -158,7 +159,7 @@ class _Rank:
 
 
 class Supervisor:
-    """Runs a job on ranks of this host."""
+    """Runs a job on several ranks of this host."""
 
     def __init__(
         self,
@@ -172,8 +173,8 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            least_limit_s: least silence of a rank in seconds that is a hang; 0: none is.
-            roles: description of each rank in a pipeline, for messages; empty without one.
+            least_limit_s: shortest silence of a rank, in seconds, that is a hang; 0: never.
+            roles: description of each rank in a pipeline, for messages; empty without a pipeline.
         """
         self._roles = roles or [""] * ranks
         self._size, self._command, self._max_restarts = ranks, command, max_restarts
@@ -206,7 +207,7 @@ class Supervisor:
             while any(rank.code is None for rank in self._ranks):
                 self._wait()
                 now_s = time.monotonic()
-                # A launcher that was stopped (SIGSTOP) has missed the pulses of that time.
+                # A launcher that was stopped (SIGSTOP) has missed pulses during that time.
                 self._look(now_s, min(now_s - looked_s, 4 * LOOK_EVERY_S))
                 looked_s = now_s
             return self._code()
@@ -243,7 +244,7 @@ class Supervisor:
                 stdout=subprocess.PIPE if rank else None,
                 stderr=subprocess.STDOUT if rank else None,
                 pass_fds=[fd for fd in (child_end.fileno(), store_fd) if fd is not None],
-                # A session of its own: Ctrl-C in the terminal reaches the launcher alone.
+                # A separate session, so that Ctrl-C in the terminal reaches only the launcher.
                 start_new_session=True,
                 env={**self._environ, **shared, **of_rank},
             )
@@ -254,7 +255,7 @@ class Supervisor:
     # ---- the loop
 
     def _wait(self) -> None:
-        """Sleep until something happens, or for one look."""
+        """Wait for an event, at most LOOK_EVERY_S."""
         waited: list[int] = []
         for rank in self._ranks:
             if rank.code is None:
@@ -274,15 +275,15 @@ class Supervisor:
         alive = {rank.rank: rank.pulse for rank in self._ranks if rank.code is None}
         if self._kill_at_s is None and (hung := judge(alive)):
             self._report(hung)
-        # Before the run begins there is nothing to lose, whatever a rank is busy with.
+        # Before the run begins there is nothing to lose, so busy ranks are killed.
         early = self._stopping and not self._run and now_s >= self._stopped_s + GRACE_S
         if early or (self._kill_at_s is not None and now_s >= self._kill_at_s):
             for rank in self._ranks:
                 rank.kill()
 
     def _ended(self, rank: _Rank) -> None:
-        """Give the others a while to end, if this one has failed; or has stopped before the run
-        began, where another may wait for its connection and hear nothing else."""
+        """Give the other ranks some time to end if this one has failed, or has stopped before the
+        run began: then others may wait for its connection, and get no other notice."""
         stopped = rank.code == STOPPED or self._stopped(rank)
         if rank.code == DONE or self._kill_at_s is not None or (stopped and self._run):
             return
@@ -294,7 +295,7 @@ class Supervisor:
         self._kill_at_s = time.monotonic() + GRACE_S
 
     def _stopped(self, rank: _Rank) -> bool:
-        """Tell whether the rank was asked to stop before it could handle that."""
+        """Return True if the rank was ended by a stop signal that it could not handle yet."""
         return self._stopping and rank.code is not None and -rank.code in _STOPS
 
     def _report(self, hung: list[int]) -> None:
@@ -314,12 +315,12 @@ class Supervisor:
         codes = [FAILED if rank.code is None else rank.code for rank in self._ranks]
         early = self._stopping and not self._run and set(codes) <= {STOPPED, -signal.SIGKILL}
         if STOPPED in codes or early or (self._stopping and any(map(self._stopped, self._ranks))):
-            if codes[0] == -signal.SIGKILL and not self._run:  # it could not say so
+            if codes[0] == -signal.SIGKILL and not self._run:  # rank 0 could not print it
                 say_on_stderr("stopped before the first step; the same command starts again")
             return STOPPED
         if self._hung:
             return HUNG
-        # The error that a rank has had itself, before those of ranks that have lost it.
+        # Prefer an error that a rank raised itself over FAILED of ranks that lost their peer.
         errors = [code for code in codes if code not in (DONE, FAILED) and code > 0]
         return errors[0] if errors else FAILED if any(codes) else DONE
 
@@ -333,7 +334,7 @@ class Supervisor:
             if time.monotonic() - self._stopped_s >= REPEAT_S:
                 for rank in self._ranks:
                     rank.kill()
-                with suppress(OSError):  # the terminal is gone
+                with suppress(OSError):  # the terminal may be gone
                     os.write(2, b"\nended at once; saved checkpoints are intact\n")
                 os._exit(FAILED)
         else:
@@ -353,7 +354,8 @@ def launch(
     """Run `offloadtrain` with these arguments on `ranks` ranks; return the exit code.
 
     Args:
-        opening: arguments that choose the run folder; restarted ranks go on in the one that began.
+        opening: arguments that choose the run folder; restarted ranks continue in the one that
+            began.
         least_limit_s: `train.hang_timeout_s` of the job.
         roles: description of each rank in a pipeline, for messages.
     """
@@ -376,7 +378,7 @@ def launch(
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Start processes in which these signals wait until they are handled."""
+    """Start processes with these signals blocked, until the processes handle them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         yield
@@ -385,10 +387,10 @@ def _blocked() -> Iterator[None]:
 
 
 def _main_thread(pid: int) -> tuple[str, float]:
-    """Return the state (a letter of stat(5)) and the processor time in seconds of the main thread
-    of a process; ("?", 0.0) if it has ended.
+    """Return state (a letter of stat(5)) and CPU time in seconds of the main thread of a process;
+    ("?", 0.0) if it has ended.
 
-    Other threads that wait for the interpreter's lock wake up now and then: that is no progress.
+    Other threads wake up now and then to wait for the GIL, which is not progress.
     """
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:

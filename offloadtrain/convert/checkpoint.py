@@ -1,4 +1,4 @@
-"""The tensors of another trainer's checkpoint, and their match with those of the job's model."""
+"""The tensors of another trainer's checkpoint, matched with those of the job's model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from offloadtrain.config.errors import InputError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state of Adam besides the weights."""
+"""Kinds of Adam's state, in addition to the weights."""
 
 
 class ForeignError(InputError):
@@ -23,9 +23,9 @@ class ModelTensor(NamedTuple):
     """A tensor of the job's model.
 
     Attributes:
-        aliases: other names of the same tensor, if it is tied.
-        trained: the job trains it, so its moments are read too.
-        is_param: a parameter, not a buffer.
+        aliases: other names of the tensor, if it is tied.
+        trained: the job trains it, so its moments are read as well.
+        is_param: True for a parameter, False for a buffer.
         dtype: torch's name of the dtype in which the reader sends it.
     """
 
@@ -39,10 +39,10 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is not read yet.
+    """A tensor that was not read yet.
 
     Attributes:
-        read: returns the full tensor, on the host.
+        read: returns the full tensor on the host.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The hyperparameters of some parameters."""
+    """Hyperparameters of a group of parameters."""
 
     names: tuple[str, ...]
     values: Mapping[str, Any]
@@ -64,13 +64,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
-    """Model and state of Adam, by the model's own names.
+    """Model and state of Adam, by the names in the model.
 
     Attributes:
-        weights: every parameter and buffer; trained ones as fp32 masters, if the checkpoint has
+        weights: every parameter and buffer; trained ones as fp32 masters if the checkpoint has
             them.
-        moments: parameter → kind of `MOMENTS` → tensor.
-        step: number of optimizer steps done.
+        moments: parameter → kind in `MOMENTS` → tensor.
+        step: number of completed optimizer steps.
         notes: sentences for the user.
     """
 
@@ -82,23 +82,23 @@ class ForeignCheckpoint:
 
 
 def quoted(names: Sequence[str], shown: int = 3) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of further ones."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(f"'{name}'" for name in names[:shown]) + more
 
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What FSDP, recomputation and torch.compile insert into names."""
+"""Parts that FSDP, recompute and torch.compile insert into names."""
 _DDP_PREFIX = "module."
-"""What DistributedDataParallel puts before all names."""
+"""Prefix that DistributedDataParallel adds to all names."""
 
 
 def unwrapper(names: Iterable[str], targets: Sequence[ModelTensor]) -> Callable[[str], str]:
-    """Return a function that removes the parts of a name that wrappers of modules added.
+    """Return a function that removes the parts of a name that wrapper modules have added.
 
     Args:
-        names: all names of the checkpoint: a prefix counts only if all have it.
-        targets: the model's tensors; a model whose own names have the prefix keeps it.
+        names: all names in the checkpoint; a prefix is removed only if all have it.
+        targets: the model's tensors; a model whose names have the prefix keeps it.
     """
 
     def without_wrappers(name: str) -> str:
@@ -117,16 +117,16 @@ def unwrapper(names: Iterable[str], targets: Sequence[ModelTensor]) -> Callable[
 
 
 _WIDENED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes whose values fp32 represents exactly."""
+"""Dtypes that fp32 represents exactly."""
 
 
 class MatchedTensors:
-    """The tensors of a checkpoint in the order of the model, checked and not read yet."""
+    """The tensors of a checkpoint in the model's order: checked, but not read yet."""
 
     def __init__(self, checkpoint: ForeignCheckpoint, wanted: Sequence[ModelTensor]) -> None:
         """
         Raises:
-            ForeignError: a tensor is missing, or is in no model of this job, or has another shape.
+            ForeignError: a tensor is missing, is not in the job's model, or has another shape.
         """
         self._checkpoint, self._wanted = checkpoint, wanted
         check_weights(checkpoint.weights, wanted)
@@ -155,7 +155,7 @@ class MatchedTensors:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences for the user."""
+        """Sentences for the user."""
         lazies = (
             self._checkpoint.weights[self._names(target)[0]]
             for target in self._wanted
@@ -168,7 +168,7 @@ class MatchedTensors:
         return [*self._checkpoint.notes, *remarks]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield 1-D tensors: the fp32 weight and moments of a trained parameter, or the tensor."""
+        """Yield 1-D tensors: fp32 weight and moments of a trained parameter, else the tensor."""
         for target in self._wanted:
             dtype = torch.float32 if target.trained else getattr(torch, target.dtype)
             weight = self._checkpoint.weights[self._names(target)[0]]
@@ -179,10 +179,10 @@ class MatchedTensors:
 
 
 def check_weights(weights: Mapping[str, LazyTensor], wanted: Sequence[ModelTensor]) -> None:
-    """Check that a checkpoint has the model's tensors, of its shapes, and no other.
+    """Check that a checkpoint has exactly the model's tensors, with the same shapes.
 
     Raises:
-        ForeignError: naming the first that differ.
+        ForeignError: it does not; the message names the first differences.
     """
     known = {name for t in wanted for name in (t.name, *t.aliases)}
     missing = [t.name for t in wanted if not weights.keys() & {t.name, *t.aliases}]

@@ -1,7 +1,7 @@
-"""A folder of torch.distributed.checkpoint, as FSDP writes it, read without a process group.
+"""Reads a folder of torch.distributed.checkpoint, as FSDP writes it, without a process group.
 
-Its index is a pickle, which is read without running it: the unpickler resolves no name, every class
-of the index stands for a record that keeps its arguments, and any other name is refused. No other
+Its index is a pickle, which is read without executing it: the unpickler imports nothing, represents
+every class of the index by a record of its arguments, and refuses any other name. No other
 module reads a pickle.
 """
 
@@ -51,10 +51,10 @@ _DTYPES = {
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Return what was saved, nested as it was, with a `LazyTensor` for each tensor.
+    """Return the saved dictionary, with a `LazyTensor` for each tensor.
 
     Raises:
-        ForeignError: index or files are damaged.
+        ForeignError: the index or a file is damaged.
     """
     index = read_index(folder / INDEX)
     tree: dict[str, Any] = {}
@@ -78,7 +78,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def _flattened(path: tuple[str | int, ...]) -> tuple[str, str, str] | None:
-    """Split a key of `get_state_dict` with flattened optimizer state: "state.NAME.exp_avg"."""
+    """Split a key of `get_state_dict` with flattened optimizer state, such as
+    "state.NAME.exp_avg"."""
     kind, _, rest = str(path[-1]).partition(".")
     name, _, what = rest.rpartition(".")
     known = {"state": {*MOMENTS, "step", "max_exp_avg_sq"}, "param_groups": _USED_OF_GROUPS}
@@ -147,11 +148,11 @@ def _bytes(folder: Path, piece: Piece) -> bytes:
 
 
 class Record:
-    """Keeps the arguments and the state of an object, and does nothing.
+    """Stores the arguments and the state of a pickled object.
 
     Attributes:
-        args: of its construction.
-        state: attribute → value; or a tuple, as the object has pickled it.
+        args: arguments of its construction.
+        state: attribute → value; or a tuple, if the object was pickled so.
     """
 
     args: tuple[Any, ...] = ()
@@ -174,7 +175,7 @@ class _Inert(pickle.Unpickler):
 
 
 class Piece(NamedTuple):
-    """A part of a tensor, or an object: where its bytes are."""
+    """Location of a part of a tensor, or of an object."""
 
     file: str
     offset: int
@@ -193,9 +194,9 @@ class IndexedTensor(NamedTuple):
 
 class Index(NamedTuple):
     """Attributes:
-    paths: key → where it was in the saved dictionary.
-    tensors: key → what it is made of.
-    pieces: (key, offsets) → its bytes; of objects the offsets are None.
+    paths: key → path in the saved dictionary.
+    tensors: key → dtype, shape and chunks.
+    pieces: (key, offsets) → location of the bytes; offsets are None for objects.
     """
 
     paths: dict[str, tuple[str | int, ...]]
@@ -207,7 +208,7 @@ def read_index(path: Path) -> Index:
     """Read `.metadata`.
 
     Raises:
-        ForeignError: it is damaged, or is no index.
+        ForeignError: it is damaged, or is not an index.
     """
     try:
         with open_regular(path, max_bytes=_MOST_BYTES, follow_link=True) as file:
@@ -218,7 +219,7 @@ def read_index(path: Path) -> Index:
         raise
     except OSError as error:
         raise ForeignError(f"{path}: {error.strerror}") from None
-    except Exception as error:  # whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes may raise any class
         raise ForeignError(
             f"{path}: it is no index of a checkpoint: {type(error).__name__} {error}"[:300]
         ) from None
@@ -238,7 +239,7 @@ def _tensor(state: dict[str, Any]) -> IndexedTensor:
     chunks = (
         (_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in state["chunks"]
     )
-    # Its properties are pickled as a tuple, of which the dtype is the first.
+    # Properties are pickled as a tuple that begins with the dtype.
     dtype = state["properties"].state[0]
     if dtype not in _DTYPES:
         raise ForeignError(f"a tensor is of the unknown dtype {ascii(dtype)[:40]}")
@@ -246,7 +247,7 @@ def _tensor(state: dict[str, Any]) -> IndexedTensor:
 
 
 def _key(state: dict[str, Any]) -> tuple[str, tuple[int, ...] | None]:
-    offset = state.get("offset")  # absent where it is None
+    offset = state.get("offset")  # absent if it is None
     return str(state["fqn"]), None if offset is None else _size(offset)
 
 

@@ -1,6 +1,6 @@
-"""A DeepSpeed configuration as a job, or as the options of `hf.OffloadMixin`.
+"""Translates a DeepSpeed configuration to a job, or to the options of `hf.OffloadMixin`.
 
-Standard library only. Every key of the file is mapped, or listed with the reason why it is not.
+Standard library only. Every key of the file is mapped, or listed with the reason why not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "max_steps": ("train", "steps"),
     "seed": ("train", "seed"),
 }
-"""TrainingArguments' name → section and key of a job."""
+"""Name in TrainingArguments → (section, key) of a job."""
 
 AUTO: dict[str, tuple[str, ...]] = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size",),
@@ -48,7 +48,7 @@ AUTO: dict[str, tuple[str, ...]] = {
     "scheduler.params.warmup_num_steps": ("warmup_steps",),
     "scheduler.params.total_num_steps": ("max_steps",),
 }
-"""Key → the arguments that "auto" stands for."""
+"""Key → names in TrainingArguments that "auto" refers to."""
 
 _SIZES = "buffers are sized by the blocks of the model; device_slots and *_memory_limit bound them"
 _ALWAYS = "always so"
@@ -108,7 +108,7 @@ IGNORED: dict[str, str] = {
     "zero_optimization.mics_shard_size": "shards are over all ranks of a process group",
     "scheduler.params.last_batch_iteration": "a run resumes from its own checkpoint",
 }
-"""Key → why nothing stands for it."""
+"""Key → why it has no counterpart."""
 
 SECTIONS: dict[str, str] = {
     "activation_checkpointing": "activation = 'recompute' or 'offload' says all of it",
@@ -132,22 +132,22 @@ SECTIONS: dict[str, str] = {
     "wandb": _LOGGING,
     "zenflow": "not there; update = 'delayed' overlaps with one step of staleness",
 }
-"""Section → why nothing stands for its keys."""
+"""Section → why its keys have no counterpart."""
 
 _BETAS = {"optimizer.params.betas": ("optim", "betas")}
 _DEFAULTS = {"optim": asdict(OptimConfig()), "offload": OFFLOAD.options()}
-"""Section of a job → key → what it is unless the job says otherwise."""
+"""Section of a job → key → default value."""
 
 
 @dataclass
 class Imported:
-    """A DeepSpeed configuration in the terms of a job.
+    """A DeepSpeed configuration as sections of a job.
 
     Attributes:
         tables: section of a job → key → value.
-        unmapped: key of the file → why nothing stands for it.
-        undecided: key that is "auto" → who decides. `OffloadMixin` takes it from there; in a job it
-            has its default.
+        unmapped: key of the file → why it has no counterpart.
+        undecided: key set to "auto" → what decides its value. `OffloadMixin` reads it from there;
+            in a job it has its default.
     """
 
     tables: Tables = field(default_factory=lambda: {"optim": {}, "offload": {}, "train": {}})
@@ -157,13 +157,13 @@ class Imported:
     warm_up_is_linear: bool = False
 
     def put(self, key: str, section: str, name: str, value: Any) -> None:
-        """Set a value, which another key of the file may have set before."""
+        """Set a value; list a contradiction if another key of the file has set it before."""
         before = self.tables[section].setdefault(name, value)
         if before != value:
             self.unmapped[key] = f"another key says {section}.{name} = {before!r}"
 
     def undecided_in_a_job(self) -> dict[str, str]:
-        """Return key → who would decide it, and what a job has in its place."""
+        """Return key → what would decide it, and the job's value instead."""
         undecided = dict(self.undecided)
         for key, why in self.undecided.items():
             target = ARGUMENTS.get(next(iter(AUTO.get(key, ())), ""), _BETAS.get(key))
@@ -173,10 +173,10 @@ class Imported:
         return undecided
 
     def job(self) -> str:
-        """Return TOML of a job, which lacks what no DeepSpeed file has."""
+        """Return TOML of a job, without keys that DeepSpeed files do not have."""
         lacking = ["model.size", "data.source"]
         lacking += [] if "steps" in self.tables["train"] else ["train.steps"]
-        # 0: no clipping.
+        # None means no clipping, which is 0 in TOML.
         tables = {
             name: {key: 0 if value is None else value for key, value in table.items()}
             for name, table in self.tables.items()
@@ -185,8 +185,8 @@ class Imported:
         return f"# Set {', '.join(lacking)}.\n" + toml.emit({"name": "from-deepspeed", **tables})
 
     def mixin(self) -> str:
-        """Return JSON: the options of `OffloadMixin`, and the arguments that hold what it takes
-        from `TrainingArguments`."""
+        """Return JSON with the options of `OffloadMixin`, and the `TrainingArguments` that
+        determine its other options."""
         names = {target: argument for argument, target in ARGUMENTS.items()}
         arguments, offload = _as_arguments(self.tables), {}
         for section, table in self.tables.items():
@@ -203,13 +203,13 @@ class Imported:
 
 
 def load(path: Path, arguments: Path | None = None) -> Imported:
-    """Read a configuration, and the arguments of the Trainer that its "auto" values refer to.
+    """Read a configuration, and the Trainer's arguments that its "auto" values refer to.
 
     Args:
-        arguments: JSON of the arguments, or a script that makes them with literal values.
+        arguments: JSON of the arguments, or a script that creates them with literal values.
 
     Raises:
-        ConfigError: a file cannot be read, or is not of its kind.
+        ConfigError: a file cannot be read, or has a wrong format.
     """
     imported = Imported()
     trainer_args = {} if arguments is None else _arguments(arguments, imported)
@@ -250,7 +250,7 @@ def _map(imported: Imported, key: str, value: Any, trainer_args: Mapping[str, An
 
 
 _Mapper = Callable[[Imported, str, Any], str]
-"""Sets what a key stands for, and returns why nothing does, if so."""
+"""Sets the counterpart of a key; returns why there is none, or ""."""
 
 
 def _to(section: str, name: str, convert: Callable[[Any], Any] = lambda value: value) -> _Mapper:
@@ -387,7 +387,7 @@ _MAPPED: dict[str, _Mapper] = {
 
 
 def _finish(imported: Imported) -> None:
-    """Set what DeepSpeed means by leaving a key out, and list contradictions."""
+    """Set values that DeepSpeed implies by missing keys, and list contradictions."""
     options = imported.tables["offload"]
     schedule = imported.tables["optim"].get("schedule")
     if schedule in ("constant", "linear") and not imported.warm_up_is_linear:
@@ -396,7 +396,7 @@ def _finish(imported: Imported) -> None:
         )
     streams = options.get("working", "device") != "device"
     if "disk" not in (options.get("state_on"), options.get("working")):
-        options.pop("scratch_dir", None)  # DeepSpeed, too, ignores the path then
+        options.pop("scratch_dir", None)  # as DeepSpeed, which then ignores the path
     if "state_on" not in options:
         options["state_on"] = "host" if streams else "device"
     if options.get("state_on") == "device" and streams:
@@ -414,13 +414,13 @@ def _take_precision(imported: Imported, trainer_args: Mapping[str, Any]) -> None
     for name in ("bf16", "fp16"):
         if trainer_args.get(name) is True:
             imported.put(f"arguments.{name}", "offload", "precision", name)
-    # DeepSpeed trains in fp32 unless told; "auto" without arguments stays the job's own "auto".
+    # DeepSpeed's default is fp32; "auto" without arguments stays the job's "auto".
     if not {"bf16.enabled", "fp16.enabled"} & set(imported.undecided):
         imported.tables["offload"].setdefault("precision", "fp32")
 
 
 def _as_arguments(tables: Tables) -> dict[str, Any]:
-    """Return the arguments of a Trainer that are not one key of a job each."""
+    """Return Trainer arguments that do not correspond to a single key of a job."""
     optim, offload = tables["optim"], tables["offload"]
     arguments: dict[str, Any] = {
         name: True for name in ("bf16", "fp16") if offload.get("precision") == name
@@ -436,7 +436,7 @@ def _as_arguments(tables: Tables) -> dict[str, Any]:
 
 
 _NO_ARGUMENT = ("adam", "sgd", "adagrad")
-"""Optimizers of a job that no `optim` of TrainingArguments is."""
+"""Optimizers of a job without a value of TrainingArguments' `optim`."""
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -458,7 +458,7 @@ def _object(path: Path, text: str) -> dict[str, Any]:
 
 
 def _arguments(path: Path, imported: Imported) -> dict[str, Any]:
-    """Return arguments by name; those of a script that are no literals are listed."""
+    """Return the arguments by name; a script's values that are not literals are listed."""
     if path.suffix != ".py":
         return {k: v for k, v in _object(path, toml.read(path)).items() if v is not None}
     try:

@@ -1,10 +1,10 @@
-"""A folder of DeepSpeed's ZeRO stages 1, 2 and 3: every rank's part of flat fp32 state, put
-together by parameter.
+"""Reads a folder of DeepSpeed's ZeRO stages 1, 2 and 3: reassembles each parameter from all ranks'
+parts of flat fp32 state.
 
 [Note: DeepSpeed's partitions]
 Stages 1 and 2 concatenate the parameters of a group, pad the end to a multiple of twice the number
-of ranks, and cut the whole into one partition per rank. Stage 3 cuts each parameter: every rank
-has ceil(numel / ranks) elements of it, the last padded, one parameter after the other over all
+of ranks, and divide the result into one partition per rank. Stage 3 divides each parameter: every
+rank has ceil(numel / ranks) elements of it, the last padded, one parameter after the other over all
 sub-groups. `param_shapes` lists names and shapes in that order (runtime/zero/stage_1_and_2.py,
 stage3.py and utils/zero_to_fp32.py of DeepSpeed).
 """
@@ -49,7 +49,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Return the folder of a checkpoint: this one, or the one that its file `latest` names."""
+    """Return the folder of a checkpoint: this folder, or the one named in its file `latest`."""
     if folder.is_dir() and any(_OPTIMIZER.fullmatch(path.name) for path in folder.iterdir()):
         return folder
     try:
@@ -67,7 +67,7 @@ def read_folder(folder: Path, wanted: Sequence[ModelTensor]) -> ForeignCheckpoin
     """Return masters, moments, buffers and frozen parameters.
 
     Raises:
-        ForeignError: files are missing or damaged, or the layout is none of the stages'.
+        ForeignError: files are missing or damaged, or the layout is not that of a ZeRO stage.
     """
     ranks = [
         _table(path, _table(path, load(path)).get("optimizer_state_dict"))
@@ -107,7 +107,7 @@ def read_folder(folder: Path, wanted: Sequence[ModelTensor]) -> ForeignCheckpoin
 
 
 def _files(folder: Path, form: re.Pattern[str]) -> list[Path]:
-    """Return the files of all ranks, in order."""
+    """Return the files of all ranks, in rank order."""
     matches = [(form.fullmatch(path.name), path) for path in folder.iterdir()]
     known = sorted((int(m[1] or 0), int(m[2]), path) for m, path in matches if m)
     if not known:
@@ -135,7 +135,7 @@ def _check_count(folder: Path, part: Mapping[str, Any], num_files: int) -> None:
 
 
 class _State(NamedTuple):
-    """One rank's flat tensors: kind → one per group, or per sub-group of stage 3."""
+    """One rank's flat tensors: kind → one per group, or per sub-group in stage 3."""
 
     flats: Mapping[str, list[Tensor]]
     steps: list[float]
@@ -152,7 +152,7 @@ def _state(part: Mapping[str, Any], stage: int) -> _State:
         groups = adam.get("param_groups")
         table = adam.get("state", {})
         entries = [table[index] for index in sorted(table)]
-    else:  # of elastic checkpoints: one entry per group
+    else:  # an elastic checkpoint has one entry per group
         entries = adam if isinstance(adam, list) else []
     if not isinstance(masters, list) or len(entries) != len(masters):
         raise ForeignError(f"a rank has no '{key}', or other groups in '{base}'")
@@ -167,7 +167,7 @@ def _state(part: Mapping[str, Any], stage: int) -> _State:
 
 
 def _check_flats(kind: str, flats: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Moments may have more than masters: padding, after the last element of the last ranks."""
+    """Check moments, which may be longer than masters: the last ranks' ends are padded."""
     for flat, master in zip(flats, masters, strict=True):
         wide = flat.dtype == master.dtype == torch.float32
         if flat.numel() < master.numel() or not wide:
@@ -178,7 +178,7 @@ def _check_flats(kind: str, flats: Sequence[Tensor], masters: Sequence[Tensor]) 
 
 
 class _Flat:
-    """Tensors read as if they were one after the other."""
+    """Several 1-D tensors, read as if they were concatenated."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = parts
@@ -242,7 +242,7 @@ def _gathered(flats: Sequence[_Flat], lo: int, hi: int, shape: tuple[int, ...]) 
 
 
 def _lazy(parts: list[Tensor], shape: tuple[int, ...]) -> LazyTensor:
-    """Put views together when they are read; what is after the last element is padding."""
+    """Concatenate views on reading; elements after the last one are padding."""
 
     def read() -> Tensor:
         flat = torch.cat(parts) if parts else torch.empty(0)
@@ -271,7 +271,7 @@ def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, LazyTe
 
 
 def _groups(state: _State, shapes: Sequence[Shapes], unwrap: Callable[[str], str]) -> list[Group]:
-    """Return the hyperparameters of rank 0; stage 3 has one group per group of the model too."""
+    """Return the hyperparameters of rank 0; stage 3 also has one group per model group."""
     if not state.groups or len(state.groups) != len(shapes):
         return []
     pairs = zip(shapes, hyperparameters(state.groups), strict=True)

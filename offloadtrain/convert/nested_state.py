@@ -1,6 +1,6 @@
-"""Model and optimizer in nested dictionaries, as torch's own loops and FSDP save them.
+"""Reads model and optimizer from nested dictionaries, as torch loops and FSDP save them.
 
-`read_trees` finds them; the state dict of the optimizer is read as Adam's, by parameters' names.
+`read_trees` finds both; the optimizer's state dict is read as Adam's, by parameter names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offloadtrain.convert.checkpoint import (
 Moments = dict[str, dict[str, LazyTensor]]
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
-"""Preferred where there are several models, such as averages of weights."""
+"""Keys that are preferred if there are several models, such as weight averages."""
 _MOST_DEPTH = 4
 _VALUES = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 
@@ -33,10 +33,10 @@ _VALUES = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 def read_trees(
     trees: Sequence[Mapping[Any, Any]], wanted: Sequence[ModelTensor]
 ) -> ForeignCheckpoint:
-    """Find the model's weights and the state of one Adam, in one dictionary or in two.
+    """Find the model's weights and the state of one Adam optimizer, in one or two dictionaries.
 
     Raises:
-        ForeignError: there is none of them, or more than one.
+        ForeignError: one of them is missing, or there are several.
     """
     tables = [table for tree in trees for table in _tables((), tree)]
     weights = _model([(path, table) for path, table in tables if _is_model(table)])
@@ -51,7 +51,7 @@ def read_trees(
         unwrap(name): value if isinstance(value, LazyTensor) else LazyTensor.of(value)
         for name, value in weights.items()
     }
-    # Checked first: an optimizer numbers the parameters of an incomplete model differently.
+    # Check weights first: in an incomplete model, an optimizer's numbers refer to other parameters.
     check_weights(lazies, wanted)
     by_name = {
         name: target
@@ -59,14 +59,14 @@ def read_trees(
         for name in (target.name, *target.aliases)
         if target.is_param
     }
-    # In the order of the checkpoint, a tied parameter once.
+    # In checkpoint order, with tied parameters once.
     params = list(dict.fromkeys(by_name[name] for name in lazies if name in by_name))
     moments, step, groups = _adam_state(optimizers[0], params, unwrap)
     return ForeignCheckpoint(lazies, moments, step, groups)
 
 
 def _tables(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every model and optimizer, from the top."""
+    """Yield (path, table) of every model and optimizer, from the top."""
     if len(path) > _MOST_DEPTH:
         return
     if _is_optimizer(value) or _is_model(value):
@@ -106,13 +106,13 @@ def _model(models: Sequence[tuple[tuple[str, ...], Any]]) -> Mapping[str, Any]:
 def _adam_state(
     optimizer: Mapping[str, Any], params: Sequence[ModelTensor], unwrap: Callable[[str], str]
 ) -> tuple[Moments, int, list[Group]]:
-    """Return the moments by name, the step, and the groups.
+    """Return (moments by name, step, groups).
 
     Args:
-        params: the parameters in the order that the optimizer was given them.
+        params: the parameters in the order in which the optimizer received them.
 
     Raises:
-        ForeignError: it is not Adam's, its parameters have no certain names, or steps differ.
+        ForeignError: it is not Adam's, names are ambiguous, or parameters differ in their steps.
     """
     groups = hyperparameters(optimizer["param_groups"])
     by_key = _names_by_key(groups, optimizer["state"], params, unwrap)
@@ -130,10 +130,10 @@ def _adam_state(
 
 
 def hyperparameters(groups: Any) -> list[dict[str, Any]]:
-    """Check the groups of an optimizer.
+    """Check the groups of an optimizer, and return them as a list.
 
     Raises:
-        ForeignError: they ask for another update than Adam's.
+        ForeignError: they need an update other than Adam's.
     """
     listed = [groups[key] for key in sorted(groups)] if isinstance(groups, Mapping) else groups
     if not listed or not all(isinstance(group, Mapping) for group in listed):
@@ -147,7 +147,7 @@ def hyperparameters(groups: Any) -> list[dict[str, Any]]:
 
 
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers that decide about an update."""
+    """Return the hyperparameters that an update depends on."""
     values = {key: group[key] for key in _VALUES if group.get(key) is not None}
     return {
         key: [number(item) for item in value] if isinstance(value, list | tuple) else number(value)
@@ -156,10 +156,10 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_step(steps: Mapping[str, float]) -> int:
-    """Return the step of all parameters.
+    """Return the common step of all parameters.
 
     Raises:
-        ForeignError: there is no state, or steps differ: here all parameters step together.
+        ForeignError: there is no state, or steps differ; jobs update all parameters together.
     """
     if not steps:
         raise ForeignError(
@@ -180,7 +180,7 @@ def one_step(steps: Mapping[str, float]) -> int:
 
 
 def number(value: Any) -> float:
-    """Return a plain number or a tensor of one as a float.
+    """Return a plain number, or a tensor with one element, as a float.
 
     Raises:
         ForeignError: it is neither.
@@ -215,7 +215,7 @@ def _names_by_key(
     params: Sequence[ModelTensor],
     unwrap: Callable[[str], str],
 ) -> dict[Any, str]:
-    """Return key of the state → name: keys are names, or numbers in the groups' order."""
+    """Return state key → parameter name; keys are names, or numbers in the order of the groups."""
     keys = [list(group["params"]) for group in groups]
     flat = [key for of_group in keys for key in of_group]
     if all(isinstance(key, str) for key in flat):
@@ -234,11 +234,11 @@ def _names_by_key(
 
 
 def _in_order(sizes: Sequence[int], params: Sequence[ModelTensor]) -> list[str]:
-    """Return the names of numbered parameters: all of a model, or all that are trained; in two
-    groups those that decay, of two and more dimensions, and the others.
+    """Return the names of numbered parameters: all of the model, or all trained ones. Of two
+    groups, one has parameters with weight decay (two and more dimensions) and one the others.
 
     Raises:
-        ForeignError: neither is certain.
+        ForeignError: the sizes of the groups match neither.
     """
     for candidates in (params, [param for param in params if param.trained]):
         matrices = [param.name for param in candidates if len(param.shape) >= 2]

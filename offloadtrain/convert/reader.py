@@ -1,13 +1,13 @@
-"""A checkpoint of another trainer, read by a process of its own.
+"""Reads a checkpoint of another trainer in a separate process.
 
 [Note: The reader process]
-Such checkpoints are pickles. torch reads them with `weights_only`, which resolves no name but
-those of tensors, and the index of torch.distributed.checkpoint is read without resolving any. A
-defect in either would run with the rights of the process. It is therefore not this one: the reader
+Such checkpoints are pickles. torch reads them with `weights_only`, which resolves only names of
+tensors, and the index of torch.distributed.checkpoint is read without resolving any name. A
+defect in either would run with the rights of the process. So a separate process reads them: it
 has no environment, can write no file and start no process, and its memory and time are bounded.
-What comes back over the pipe is one line of JSON, then bytes whose number is known beforehand. The
-reader has the user's own rights to read files; against a hostile file that finds a defect in torch,
-use a user of its own as well.
+It returns over a pipe one line of JSON, then bytes whose number is known in advance. The
+reader has the user's rights to read files; against a hostile file that exploits a defect in torch,
+use a separate user as well.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from offloadtrain.convert.checkpoint import MOMENTS, ForeignError, Group, ModelT
 
 _MOST_FACTS_BYTES = 64 << 20
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
-"""Variables that Python and torch may need to find their libraries."""
+"""Environment variables with which Python and torch find their libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStream:
-    """The tensors of a checkpoint that matches the job's model, as the reader sends them.
+    """The tensors of a checkpoint that matches the job's model, as sent by the reader.
 
     Attributes:
         kind: the library that wrote it.
-        step: number of optimizer steps done.
-        groups: the hyperparameters it was trained with.
+        step: number of completed optimizer steps.
+        groups: hyperparameters of its training.
         notes: sentences for the user.
     """
 
@@ -54,11 +54,11 @@ class CheckpointStream:
     _source: Path
 
     def tensors(self) -> Iterator[tuple[ModelTensor, dict[str, Tensor]]]:
-        """Yield every tensor of the model once, in order: the fp32 "master" and the moments of a
-        trained parameter, the "weight" of other tensors.
+        """Yield every tensor of the model once, in order: fp32 "master" and moments of a trained
+        parameter, "weight" of other tensors.
 
         Raises:
-            ForeignError: the reader has ended before the last.
+            ForeignError: the reader ended before the last tensor.
         """
         for target in self._wanted:
             kinds = ("master", *MOMENTS) if target.trained else ("weight",)
@@ -82,11 +82,11 @@ class CheckpointStream:
 def open_foreign(
     source: Path, optimizer: Path | None, wanted: Sequence[ModelTensor]
 ) -> Iterator[CheckpointStream]:
-    """Open a checkpoint and compare it with the model; its tensors are read later.
+    """Start the reader, which compares a checkpoint with the model; tensors are read later.
 
     Args:
         source: a file of `torch.save`, a folder of torch.distributed.checkpoint or of DeepSpeed.
-        optimizer: where the optimizer's state is, if not in `source`.
+        optimizer: file or folder of the optimizer's state, if not in `source`.
 
     Raises:
         ForeignError: it cannot be read, or is not of this model.
@@ -102,7 +102,7 @@ def open_foreign(
     ) as process:
         try:
             assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # it has ended: the line below says why
+            with suppress(BrokenPipeError):  # the reader has ended; `_facts` reports why
                 process.stdin.write(json.dumps(wanted).encode())
                 process.stdin.close()
             facts = _facts(source, process)
@@ -127,10 +127,10 @@ def _environment() -> Mapping[str, str]:
 
 
 def _facts(source: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Read the first line.
+    """Read the reader's first line.
 
     Raises:
-        ForeignError: it is an error, or there is none.
+        ForeignError: it is an error, or is missing.
     """
     assert process.stdout is not None
     line = process.stdout.readline(_MOST_FACTS_BYTES)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     except MemoryError:
         _send(out, {"error": f"{arguments[0]}: reading it takes more memory than its files have"})
         return 1
-    except Exception as error:  # whatever hostile content leads to
+    except Exception as error:  # hostile content may raise any class
         why = f"{type(error).__name__} {error}".partition("\n")[0]
         _send(out, {"error": f"{arguments[0]}: its content is not as expected: {why}"[:300]})
         return 1
@@ -64,7 +64,7 @@ def _wanted(entry: list[Any]) -> ModelTensor:
 
 
 def _limit(num_bytes: int) -> None:
-    """Bound this process by the size of the files that it reads."""
+    """Limit the resources of this process by the size of the files that it reads."""
     torch.set_num_threads(1)
     seconds = _CPU_S + num_bytes // _BYTES_PER_CPU_S
     data = 2 * num_bytes + _SPARE_BYTES
@@ -94,10 +94,10 @@ def _num_bytes(source: Path) -> int:
 def read(
     sources: Sequence[Path], wanted: Sequence[ModelTensor]
 ) -> tuple[MatchedTensors, dict[str, Any]]:
-    """Return the tensors, not read yet, and the facts of the first line.
+    """Return the tensors, which are read later, and the facts for the first line.
 
     Raises:
-        ForeignError: a source cannot be read, or is not of the model.
+        ForeignError: a source cannot be read, or is of another model.
     """
     try:
         checkpoint, kind = _recognized(sources, wanted)

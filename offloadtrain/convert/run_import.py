@@ -1,4 +1,4 @@
-"""Make a run from a checkpoint of another trainer."""
+"""Converts a checkpoint of another trainer to a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.saving import Saving
 
 ADAMS = ("adamw", "adam")
-"""Update rules whose state torch and DeepSpeed store in the same form."""
+"""Update rules whose state torch and DeepSpeed store in the same format."""
 
 
 def to_run(
@@ -39,15 +39,15 @@ def to_run(
     run_dir: Path | None,
     console: Console,
 ) -> Path:
-    """Make a run folder with one checkpoint, from which `train --resume` goes on; return it.
+    """Create a run folder with one checkpoint, for `train --resume`; return its path.
 
     Args:
         source, optimizer: see `open_foreign`.
-        run_dir: the folder to make; default: as `train` chooses it.
+        run_dir: the folder to create; default: as in `train`.
 
     Raises:
-        ConfigError: the job cannot go on from there.
-        ForeignError: the checkpoint cannot be read, or is of another model. No run was made.
+        ConfigError: the job cannot continue from this checkpoint.
+        ForeignError: the checkpoint cannot be read, or is of another model; no run is created.
     """
     if config.optim.name not in ADAMS:
         raise ConfigError(
@@ -101,11 +101,11 @@ def _sent(dtype: torch.dtype) -> str:
 def _hyperparameter_differences(
     source: Path, foreign: CheckpointStream, model: nn.Module, config: Config
 ) -> Iterator[str]:
-    """Yield a message for each hyperparameter whose value in the checkpoint the job replaces.
+    """Yield a message for each hyperparameter that differs between checkpoint and job.
 
     Raises:
-        ConfigError: the checkpoint is at the job's last step or after it.
-        ForeignError: the checkpoint has used the other kind of weight decay.
+        ConfigError: the checkpoint is at or after the job's last step.
+        ForeignError: the checkpoint was trained with the other kind of weight decay.
     """
     optim, steps = config.optim, config.train.steps
     if foreign.step >= steps:
@@ -147,7 +147,7 @@ def _other_values(
 
 
 def _load(context: TrainingContext, foreign: CheckpointStream) -> None:
-    """Load weights and state, and skip the batches of the steps that are done.
+    """Load weights and state, and skip the batches of completed steps.
 
     Raises:
         ForeignError: the reader has failed.
@@ -162,7 +162,7 @@ def _load(context: TrainingContext, foreign: CheckpointStream) -> None:
         else:
             with torch.no_grad():
                 extra[wanted.name].copy_(tensors["weight"])
-    # Of fp16 the job's first loss scale: a source has its own, or none.
+    # For fp16, start with the job's initial loss scale, since sources use other scalers.
     optimizer.finish_load(step=foreign.step, scaler=optimizer.scaler_state())
     context.batches.skip(foreign.step * context.local.train.grad_accum_steps)
 

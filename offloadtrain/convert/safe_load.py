@@ -1,4 +1,4 @@
-"""`torch.load` for files that may be hostile: sizes first, then tensors and plain values only."""
+"""`torch.load` for files that may be hostile: checks sizes, then loads tensors and plain values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from offloadtrain.boundary.safe_open import UnsafeFileError, open_descriptor
 from offloadtrain.convert.checkpoint import ForeignError
 
 _MOST_PICKLE_BYTES = 64 << 20
-"""The description of 100,000 tensors is smaller."""
+"""Limit on the description of tensors; that of 100,000 tensors is smaller."""
 
 
 class _Ignored:
-    """Stands for an object of DeepSpeed whose content is not used."""
+    """Replaces a DeepSpeed object whose content is not used."""
 
 
 class _Stage(int):
-    """Stands for DeepSpeed's ZeroStageEnum."""
+    """Replaces DeepSpeed's ZeroStageEnum."""
 
 
 _STAND_INS: list[Any] = [
@@ -32,14 +32,14 @@ _STAND_INS: list[Any] = [
     (_Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
 ]
-"""The classes of other packages that are read, each as one of ours: theirs are never imported."""
+"""(our class, name of the foreign class that it replaces): foreign classes are never imported."""
 
 
 def load(path: Path) -> Any:
-    """Load a file of `torch.save`; its tensors stay in the file until they are used.
+    """Load a file of `torch.save`; its tensors are memory-mapped.
 
     Raises:
-        ForeignError: it is none, is damaged, or needs a class that is not read.
+        ForeignError: it is not such a file, is damaged, or needs an unsupported class.
     """
     try:
         fd = open_descriptor(path, follow_link=True)
@@ -50,20 +50,20 @@ def load(path: Path) -> Any:
     try:
         with open(fd, "rb", closefd=False) as file:
             _check(str(path), file, os.fstat(fd).st_size)
-        # By descriptor: what was checked is what is loaded.
+        # By descriptor, so that the checked file is loaded.
         return _loaded(str(path), f"/proc/self/fd/{fd}", mmap=True)
     finally:
         os.close(fd)
 
 
 def load_bytes(origin: str, content: bytes) -> Any:
-    """Load what `torch.save` has written into a part of a file; raises what `load` raises."""
+    """Load `torch.save` output from a part of a file; raises what `load` raises."""
     _check(origin, io.BytesIO(content), len(content))
     return _loaded(origin, io.BytesIO(content), mmap=False)
 
 
 def _check(origin: str, file: IO[bytes], num_bytes: int) -> None:
-    """Refuse what would grow while it is read."""
+    """Refuse files that would grow while they are read."""
     try:
         entries = zipfile.ZipFile(file).infolist()
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OSError):
@@ -88,7 +88,7 @@ def _loaded(origin: str, source: str | IO[bytes], *, mmap: bool) -> Any:
             return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes may raise any class
         raise ForeignError(f"{origin}: {_reason(error)}") from None
 
 

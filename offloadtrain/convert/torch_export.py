@@ -1,7 +1,7 @@
-"""A checkpoint for torch: a model, the state of its AdamW, the step; one file of `torch.save`, or
-a folder of torch.distributed.checkpoint.
+"""Exports a run as a checkpoint for torch: model, state of its AdamW, and step, as one file of
+`torch.save` or as a folder of torch.distributed.checkpoint.
 
-The file is laid out first, without values, and then filled through a shared mapping: the host holds
+The file is laid out without values first, and then filled through a shared mapping: the host holds
 one parameter and its state at a time. A folder is copied from such a file.
 """
 
@@ -36,14 +36,15 @@ MASTER = "master"
 
 
 def to_torch(saved: SavedRun, out: Path) -> list[str]:
-    """Write {"model", "optimizer", "step"}; return what the user should know.
+    """Write {"model", "optimizer", "step"}; return remarks for the user.
 
-    "model" is a state dict with fp32 masters of what was trained; "optimizer" that of
-    `torch.optim.AdamW` or `Adam` over the job's parameter groups, `fused`, as our kernels round.
+    "model" is a state dict with fp32 masters of trained parameters; "optimizer" is that of
+    `torch.optim.AdamW` or `Adam` over the job's parameter groups, `fused`, which rounds as our
+    kernels.
 
     Raises:
         ConfigError: `out` exists, or the run was not trained with Adam.
-        OffloadTrainError: the disk is full or failing; nothing is left of the file.
+        OffloadTrainError: the disk is full or failing; the partial file is removed.
     """
     with _atomic_path(out) as temporary:
         tree = _write(saved, temporary)
@@ -53,11 +54,11 @@ def to_torch(saved: SavedRun, out: Path) -> list[str]:
 
 
 def to_dcp(saved: SavedRun, out: Path) -> list[str]:
-    """Write a folder with {"model", "optim", "step"}; return what the user should know.
+    """Write a folder with {"model", "optim", "step"}; return remarks for the user.
 
-    "model" and "optim" are what `get_state_dict` of a model and its AdamW returns, by parameters'
-    names: `torch.distributed.checkpoint.load` reads them on any number of ranks. While it is
-    written the disk holds its bytes twice.
+    "model" and "optim" are the results of `get_state_dict` for a model and its AdamW, by parameter
+    names: `torch.distributed.checkpoint.load` reads them on any number of ranks. During the
+    export the disk holds the bytes twice.
 
     Raises: as `to_torch`.
     """
@@ -88,21 +89,20 @@ def _atomic_path(out: Path) -> Iterator[Path]:
         sync_folder(out.absolute().parent)
     except OSError as error:
         raise OffloadTrainError(f"{out} cannot be written: {error.strerror}") from error
-    except CheckpointException as error:  # no Exception: of torch's writer
+    except CheckpointException as error:  # a BaseException of torch's writer
         why = "; ".join(str(cause) for cause, _ in error.failures.values())
         raise CheckpointError(f"{out} cannot be written: {why}") from error
 
 
 def _write(saved: SavedRun, path: Path) -> dict[str, Any]:
-    """Write the file of `torch.save`; return what it holds, without values."""
+    """Write the file of `torch.save`; return its content without values."""
     if saved.job.optim.name not in ADAMS:
         raise ConfigError(
             f'the run was trained with optim.name = "{saved.job.optim.name}", whose state '
             "torch.optim.AdamW does not have"
         )
     tree = _laid_out(saved)
-    # Room for its values, all of it allocated: a full disk fails here, not when a mapped page is
-    # written.
+    # Allocate all of it: a full disk must fail here, not later at a write to a mapped page.
     with path.open("xb") as file:
         with torch.serialization.skip_data():
             torch.save(tree, file)
@@ -113,7 +113,7 @@ def _write(saved: SavedRun, path: Path) -> dict[str, Any]:
 
 
 def _by_name(adam: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with names where it has numbers."""
+    """Return an optimizer's state dict with parameter names instead of numbers."""
     groups = adam["param_groups"]
     names = [name for group in groups for name in group["param_names"]]
     options = [{key: of[key] for key in of if key != "param_names"} for of in groups]
@@ -134,7 +134,7 @@ def _model(saved: SavedRun) -> nn.Module:
 
 
 def _laid_out(saved: SavedRun) -> dict[str, Any]:
-    """Return what is written, with tensors whose memory is never touched."""
+    """Return the tree to be written, with tensors whose memory is never touched."""
     model = _model(saved)
     dtypes = {e.name: e.dtype for e in saved.checkpoint.manifest.entries}
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
@@ -152,7 +152,7 @@ def _laid_out(saved: SavedRun) -> dict[str, Any]:
 
 
 def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str, Any]:
-    """Return the state dict of torch's optimizer, with steps and without moments' values."""
+    """Return the state dict of torch's optimizer, with steps but without values of moments."""
     chosen = saved.job.optim
     groups = [
         group | {"params": [(names[param], param) for param in group["params"]]}
@@ -197,11 +197,11 @@ def _fill(saved: SavedRun, path: Path) -> None:
     for name, value in saved.weights(wanted=lambda name: name not in states):
         weights[name].copy_(value)
     with path.open("rb+") as file:
-        os.fsync(file.fileno())  # of the mapping's pages, too
+        os.fsync(file.fileno())  # includes the mapping's pages
 
 
 def _expert_steps(saved: SavedRun) -> dict[str, list[int]]:
-    """Parameter → steps of its experts, of those that were skipped where they were unused."""
+    """Return parameter → steps of its experts, for parameters with `skip_unused`."""
     steps: dict[str, list[int]] = saved.checkpoint.state["optimizer"].get("expert_steps", {})
     return steps
 

@@ -1,7 +1,7 @@
 """Alert rules, evaluated in the trainer so that they work without a monitor.
 
-Each rule raises its alert once and clears it after a while of normal values, so a value that
-oscillates around a limit is one alert. Standard library only.
+Each rule raises its alert once and clears it after a period of normal values, so a value that
+oscillates around a limit raises one alert. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SKIPS_IN_A_ROW = 4
 CHECKPOINT_ROOM = 1.2
 SLOW_BUS, GOOD_BUS, BUS_STEPS = 0.7, 0.8, 20
 BUS_BYTES = 64 << 20
-"""Fewer bytes per step say nothing about the bus."""
+"""Least bytes per step for a judgement about the bus."""
 _MAD_TO_SIGMA = 1.4826
 SLOW_RANK, NOT_SLOW_RANK, RANK_STEPS = 1.15, 1.08, 20
-"""Number of steps in the median of a rank's time over the others'."""
+"""Limits on a rank's time relative to the others (raise, clear), and steps in its median."""
 LEAST_SKEW_MS = 15.0
-"""Ranks of short steps differ by less than this from the load of the host alone."""
+"""Largest difference in ms that load of the host alone causes between ranks with short steps."""
 
 
 @dataclass(slots=True)
 class _Rule:
-    """The state of one alert: how often in a row its value was bad, or good."""
+    """State of one alert; `bad` and `good` count consecutive reports."""
 
     raised: bool = False
     message: str = ""
@@ -57,12 +57,12 @@ class Alerts:
         """`clock`: monotonic seconds. `spike_score`: see `spike`."""
         self._spike_score = spike_score
         self.calibrated_gbps: dict[str, float] = {}
-        """Lane ("h2d", "d2h") → measured bandwidth of a large copy alone on the bus."""
+        """Lane ("h2d", "d2h") → measured bandwidth of a large copy with an idle bus."""
         self._emit, self._clock = emit, clock
         self._lock = threading.Lock()
         self._rules: dict[str, _Rule] = {}
         self._changes: list[Alert] = []
-        """Alerts to emit once the rules are evaluated."""
+        """Alerts to emit after the rules are evaluated."""
         self._history: dict[str, deque[Any]] = {}
         self._skipped = 0
         self._last_step: int | None = None
@@ -71,28 +71,28 @@ class Alerts:
         self._checkpoint_bytes = 0
 
     def step(self, step: Step) -> None:
-        """A step was tried."""
+        """Evaluate the rules for an attempted step."""
         with self._evaluating():
             self._last_step, self._last_step_s = step.step, self._clock()
             self._check_step(step)
 
     def system(self, sample: System, free_disk_bytes: int | None = None) -> None:
-        """A sample of the machine, some seconds after the last one."""
+        """Evaluate the rules for a sample of the machine, taken every few seconds."""
         with self._evaluating():
             self._check_machine(sample, free_disk_bytes)
 
     def standing(self, code: str, message: str) -> None:
-        """Raise an alert that lasts for the whole run."""
+        """Raise an alert that stays for the complete run."""
         with self._evaluating():
             self._report(code, message)
 
     def checkpoint(self, num_bytes: int) -> None:
-        """Note the size of a saved checkpoint; the next will be as large."""
+        """Record the size of a saved checkpoint; the next one needs as much space."""
         self._checkpoint_bytes = num_bytes
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Evaluate rules under the lock; emit their alerts outside of it."""
+        """Hold the lock while rules are evaluated; emit their alerts after its release."""
         with self._lock:
             yield
             changes, self._changes = self._changes, []
@@ -108,8 +108,8 @@ class Alerts:
         after: int = 1,
         patience: int = 1,
     ) -> None:
-        """Raise an alert after so many problems in a row; clear it after `patience` good reports.
-        `problem`: a sentence; "" or False if there is none."""
+        """Raise an alert after `after` consecutive problems; clear it after `patience` good
+        reports. `problem`: a sentence; "" or False if there is none."""
         rule = self._rules.setdefault(code, _Rule())
         if not problem:
             rule.bad, rule.good = 0, rule.good + 1
@@ -129,7 +129,7 @@ class Alerts:
             )
 
     def _limit(self, code: str, raises: float, clears: float) -> float:
-        """Return the limit of a value now: `raises`, or `clears` while the alert is raised."""
+        """Return the current limit of a value: `raises`, or `clears` while the alert is raised."""
         rule = self._rules.get(code)
         return clears if rule is not None and rule.raised else raises
 
@@ -203,7 +203,7 @@ class Alerts:
         )
 
     def _check_skew(self, step: Step) -> None:
-        """Check for a slow rank that all others wait for at every step."""
+        """Check for a rank that is slower than the others, which wait for it at every step."""
         if len(step.ranks_ms) < 2:
             return
         recent = self._recent("ranks_ms", RANK_STEPS)
@@ -261,7 +261,7 @@ class Alerts:
             level="error",
         )
         for gpu in sample.gpus:
-            # An idle GPU also has a narrow link and low clocks.
+            # An idle GPU also has a narrow link and low clocks, which is normal.
             if (gpu.utilization_percent or 0.0) > 50.0:
                 for code, problem in (("link", _narrow(gpu)), ("throttle", gpu.throttle)):
                     text = problem and f"GPU {gpu.index}: {problem}"
@@ -269,12 +269,12 @@ class Alerts:
 
 
 def spike(loss: float, step: int, losses: Collection[float], limit: float) -> str:
-    """Tell whether the loss of a step is a spike: the problem, or "".
+    """Return a description if the loss of a step is a spike, else "".
 
     Args:
-        losses: of earlier steps, finite; with fewer than SPIKE_AFTER nothing is one.
-        limit: a spike lies so many standard deviations above their median, estimated from the
-            median of distances to it.
+        losses: finite losses of earlier steps; with fewer than SPIKE_AFTER there is no spike.
+        limit: least distance of a spike above their median, in standard deviations, which are
+            estimated from the median absolute deviation.
     """
     if len(losses) < SPIKE_AFTER or not math.isfinite(loss):
         return ""

@@ -1,7 +1,7 @@
-"""Conversion of a run log to a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Converts a run log to a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Standard library only. Format: "Trace Event Format" (Google, 2016): complete events (`X`), counters
-(`C`) and names (`M`); times in microseconds. A rank is a process, a lane is a thread of it.
+(`C`) and names (`M`); times are in microseconds. A rank is a process, and a lane a thread of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LANES = (
     *("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
     *("write", "disk_read", "disk_write", "disk_load"),
 )
-"""Threads in display order; other lanes come after."""
+"""Threads in display order; other lanes follow."""
 
 _COUNTERS = ("loss", "tokens_per_s", "exposed_ms")
 
@@ -30,7 +30,7 @@ class TraceError(InputError):
 
 
 def read_run(folder: Path) -> list[Record]:
-    """Return every rank's records.
+    """Return the records of all ranks.
 
     Raises:
         ConfigError: nothing is there.
@@ -49,9 +49,9 @@ def read_run(folder: Path) -> list[Record]:
 
 
 def chrome_trace(records: Iterable[Record]) -> dict[str, Any]:
-    """The trace of all sampled steps, with a slice and counters for every step."""
+    """Return the trace of all sampled steps, with a slice and counters for every step."""
     all_records = list(records)
-    # (rank, step) → its start in Unix seconds; the last one for a repeated step.
+    # (rank, step) → its start in Unix seconds; for a repeated step the last one.
     starts = {
         (record.rank, record.event.step): record.time_s - record.event.step_ms / 1e3
         for record in all_records

@@ -1,4 +1,4 @@
-"""Commands that a person copies: said by the trainer's console and by the monitor alike."""
+"""Commands for the user to copy, as printed by the trainer's console and by the monitor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def train_command(run: Path, nproc: int = 1) -> str:
 
 
 def resume_command(run: Path, nproc: int = 1, steps: int = 0) -> str:
-    """Return the command that resumes a run; `steps`: train to this one, 0: to the job's last."""
+    """Return the command that resumes a run; `steps`: new last step, 0: the job's last step."""
     longer = f" --set train.steps={steps}" if steps else ""
     return f"{train_command(run, nproc)} --resume {shlex.quote(str(run))}{longer}"

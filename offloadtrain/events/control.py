@@ -1,9 +1,9 @@
-"""Requests to a running job, both ends: files in its folder, read between two steps.
+"""Requests to a running job, sender and receiver: files in its folder, read between steps.
 
     control/<time>-<random>.json        {"action": "checkpoint", "message": "", …}
     control/done/                       answered requests
 
-Write access to the folder is the permission; nothing in a request is executed or followed. One
+Write access to the folder is the permission; no content of a request is executed or followed. One
 `stat` per step detects new requests.
 """
 
@@ -26,8 +26,7 @@ LONGEST_NOTE = 1000
 _MOST_BYTES = 1 << 16
 _MOST_AT_ONCE = 100
 _SETTLED_S = 0.1
-"""Resolution of a folder's timestamp: a later change within this time may keep the same
-timestamp."""
+"""Resolution of a folder's timestamp: another change within this time may not alter it."""
 
 
 class RequestError(InputError):
@@ -35,7 +34,7 @@ class RequestError(InputError):
 
 
 def send(run: Path, action: str, message: str = "") -> str:
-    """Send a request to the run in this folder; return its id, which the answers carry.
+    """Send a request to the run in this folder; return its id, which its answers have.
 
     Raises:
         RequestError: there is no such action, a note has no text, or the folder cannot be written.
@@ -56,7 +55,7 @@ def send(run: Path, action: str, message: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request from outside; `refused` gives the reason if it is refused."""
+    """A request from outside; `refused` is the reason if it is refused."""
 
     id: str
     action: str
@@ -80,7 +79,7 @@ class Requests:
         self._stale = {path.name for path in self._folder.glob("*.json")}
 
     def poll(self) -> list[Request]:
-        """Return new requests, the oldest first; each is moved to `done` and returned once."""
+        """Return new requests, oldest first; each is moved to `done` and returned once."""
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
         except OSError:  # the folder was removed: there are no requests
@@ -95,7 +94,7 @@ class Requests:
         return requests
 
     def _take(self, path: Path) -> Request:
-        """Read a request, and move it away in any case."""
+        """Read a request, and move it away in all cases."""
         try:
             request = _parsed(path.stem, read_json(path, max_bytes=_MOST_BYTES, trusted_owner=True))
             if path.name in self._stale:

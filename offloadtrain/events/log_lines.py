@@ -1,9 +1,9 @@
-"""Lines of the run log: events in their envelopes, written and read.
+"""Converts events and their envelopes to lines of the run log, and back.
 
 Events are frozen dataclasses, strict in types and lenient about keys. Fields are str, int, float,
 bool, dict (plain JSON data), dataclasses, `tuple[T, ...]` of those, and `T | None`. A non-finite
-float is written as the string "nan", "inf" or "-inf", because JSON has no number for it, and a
-field annotated `float` is read back from that.
+float is written as the string "nan", "inf" or "-inf", because JSON has no number for it; a
+field annotated `float` accepts these strings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offloadtrain.boundary.safe_open import bounded_lines, open_regular
 from offloadtrain.events.schema import KINDS, SCHEMA, Event
 
 LONGEST_LINE = 1 << 22
-"""Bytes of a record; longer lines are no records."""
+"""Maximum bytes of a record; longer lines are not records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ def to_line(event: Event, rank: int, time_s: float, monotonic_ns: int = 0) -> by
     """Return the record as one line of ASCII, newline included.
 
     Raises:
-        TypeError: a dict in the event has a key that is no string.
-        ValueError, RecursionError: a dict in the event holds itself, or is very deep.
+        TypeError: a dict in the event has a key that is not a string.
+        ValueError, RecursionError: a dict in the event contains itself, or is nested too deeply.
     """
     envelope = {"v": SCHEMA, "k": event.KIND, "t": time_s, "m": monotonic_ns, "r": rank}
     return encode(envelope | as_dict(event)) + b"\n"
 
 
 def from_line(line: bytes | str) -> Record | None:
-    """Return the record, or None for a torn or foreign line and for a kind of a later version."""
+    """Return the record; None for a torn or foreign line, and for a kind of a later version."""
     try:
         return from_values(json.loads(line))
     except (ValueError, RecursionError):
@@ -72,7 +72,7 @@ def read(path: str | Path) -> Iterator[Record]:
     """Yield the records of a log, in the order written; unreadable lines are skipped.
 
     Raises:
-        UnsafeFileError, OSError: it is no regular file, or cannot be read.
+        UnsafeFileError, OSError: it is not a regular file, or cannot be read.
     """
     with open_regular(path) as log:
         for line, length in bounded_lines(log, LONGEST_LINE):
@@ -84,11 +84,11 @@ def read(path: str | Path) -> Iterator[Record]:
 
 
 def encode(values: dict[str, Any]) -> bytes:
-    """Return compact JSON, ASCII only and on one line; objects that JSON lacks become strings.
+    """Return compact JSON in ASCII on one line; objects without a JSON type become strings.
 
     Raises:
-        TypeError: a dict has a key that is no string.
-        ValueError, RecursionError: a value holds itself, or is very deep.
+        TypeError: a dict has a key that is not a string.
+        ValueError, RecursionError: a value contains itself, or is nested too deeply.
     """
     try:
         return _dumps(values)
@@ -97,10 +97,10 @@ def encode(values: dict[str, Any]) -> bytes:
 
 
 def decode(cls: type, values: Any) -> Any:
-    """Return the dataclass from parsed JSON; keys it lacks are ignored, defaults fill the rest.
+    """Return the dataclass from parsed JSON; unknown keys are ignored, missing ones have defaults.
 
     Raises:
-        TypeError: a value is of another type than annotated, or is missing without a default.
+        TypeError: a value does not have the annotated type, or is missing without a default.
     """
     _exactly(dict, values)
     decoders = _field_decoders(cls)
@@ -121,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Return a copy in which non-finite floats are strings."""
+    """Return a copy with non-finite floats as strings."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -138,7 +138,7 @@ def _field_decoders(cls: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
 
 
 def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return the function that reads parsed JSON as the annotated type `kind`."""
+    """Return a function that converts parsed JSON to the annotated type `kind`."""
     if kind is float:
         return _float
     if get_origin(kind) is UnionType:

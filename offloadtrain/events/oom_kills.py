@@ -1,8 +1,8 @@
-"""Was a run killed for memory? The kernel ends it without a word, and counts.
+"""Detects whether a run was killed for lack of memory, which the kernel only counts.
 
-A run notes the counters at its start, in run.json; a reader compares them after its death. The
-counter is of the run's cgroup where groups count, otherwise of the machine: "probably" is all that
-can be said.
+A run records the counters in run.json at its start; a reader compares them after its death. The
+counter is that of the run's cgroup if it has one, otherwise of the machine, so the answer is only
+"probably".
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from offloadtrain.boundary.safe_open import read_text
 
 _MOST_BYTES = 1 << 16
 _PLACES = ("/sys/fs/cgroup/", "/proc/vmstat")
-"""run.json is untrusted: no other file is read for it."""
+"""Allowed prefixes: run.json is untrusted, and must not name other files."""
 
 
 def count(counters: Iterable[Path]) -> dict[str, int]:
-    """Return the number of killed processes by file; those that cannot be read are left out."""
+    """Return counter file → number of killed processes; unreadable files are left out."""
     counts = {str(path): _read(path) for path in counters}
     return {path: number for path, number in counts.items() if number is not None}
 
 
 def risen(at_start: Any) -> bool:
-    """Return whether a counter is higher than `at_start`, which `count` has made."""
+    """Return True if a counter is higher than in `at_start`, a result of `count`."""
     if not isinstance(at_start, dict):
         return False
     return any(

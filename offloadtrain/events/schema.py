@@ -6,7 +6,7 @@ combines an envelope with the event's fields, which have units in their names:
     {"v":1,"k":"step","t":1763690000.25,"m":81234567890,"r":0,"step":3,"loss":2.31,…}
 
 `v` is the schema version, `k` the kind, `t` Unix seconds, `m` a monotonic clock in nanoseconds of
-the writing process, `r` the rank. Readers ignore keys and kinds they do not know, so a field may
+the writing process, `r` the rank. Readers ignore unknown keys and kinds, so a field may
 be added (with a default) without a new version. JSON has no nan and inf: they are the strings
 "nan", "inf" and "-inf".
 """
@@ -18,24 +18,24 @@ from typing import Any, ClassVar, TypeAlias
 
 SCHEMA = 1
 WAIT = "wait"
-"""A pseudo-lane of the waits of compute."""
+"""Pseudo-lane for waits of compute."""
 
 Json: TypeAlias = dict[str, Any]
 """Plain JSON data with string keys; a non-finite float in it is read back as a string."""
 
 
 KINDS: dict[str, type[Event]] = {}
-"""Name in the log → class."""
+"""Name of a kind in the log → its class."""
 
 
 class Event:
-    """The base of all events, with the kind's name in the log."""
+    """Base class of all events; `KIND` is the kind's name in the log."""
 
     __slots__ = ()
     KIND: ClassVar[str]
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        # Called a second time, without a kind, for the copy of the class that has slots.
+        # `slots=True` creates a second class, for which this is called without `kind`.
         cls.KIND = kind or cls.KIND
         KINDS[cls.KIND] = cls
 
@@ -45,12 +45,12 @@ class RunStarted(Event, kind="run_started"):
     """The resolved run; written once per start, so again after each resume.
 
     Attributes:
-        plan: the planned bytes by owner, and other facts of the plan.
-        backend: the kernels: name, isa, threads, reason.
-        machine: the result of `telemetry.probe`.
-        nproc: the ranks that `--nproc` starts anew; 1 where they are on several hosts.
-        start_step: optimizer steps already done by an earlier run of this folder.
-        peak_flops: of the compute device, per second, if known.
+        plan: planned bytes by owner, and other facts of the plan.
+        backend: CPU kernels: name, isa, threads, reason.
+        machine: result of `telemetry.probe`.
+        nproc: ranks that `--nproc` starts again; 1 if the ranks are on several hosts.
+        start_step: optimizer steps completed before this start.
+        peak_flops: peak FLOP/s of the devices of all ranks; None if unknown.
     """
 
     run_id: str
@@ -69,7 +69,7 @@ class RunStarted(Event, kind="run_started"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetUp(Event, kind="set_up"):
-    """The set-up before a start's first step; the log begins after it. `parts_s`: its longest
+    """The set-up before a start's first step; the log begins after it. `parts_s`: duration of its
     parts, by name."""
 
     duration_s: float
@@ -81,29 +81,29 @@ class Step(Event, kind="step"):
     """One optimizer step.
 
     Attributes:
-        step: 1 for the first; a skipped step has a number too.
+        step: number of the step, from 1; a skipped step has a number as well.
         loss: mean over the microbatches, nats per token.
-        grad_norm: global, before clipping; None if nothing needed it.
-        clip_coef: factor on the gradient by clipping; 1.0 if nothing was clipped.
+        grad_norm: global norm before clipping; None if nothing needed it.
+        clip_coef: factor by which clipping scaled the gradients; 1.0 if it did not.
         loss_scale: None without loss scaling.
-        skipped: the gradients overflowed, nothing was updated.
-        tokens: total tokens of all ranks, including this step's.
+        skipped: gradients were not finite, or the loss was a spike: nothing was updated.
+        tokens: total tokens of all ranks so far, including this step.
         step_ms: wall time since the end of the previous step.
-        exposed_ms: time compute waited for the host or transfers.
-        busy_ms: lane → its work time, hidden or exposed.
+        exposed_ms: time in which compute waited for the host or for transfers.
+        busy_ms: lane → work time, hidden or exposed.
         early_buckets: buckets updated inside backward.
         speculation_hit: True if the prediction of a speculative update was right; None without
             speculation.
         mfu: share of the devices' peak, 0 to 1; None if the peak is unknown.
-        comm_bytes: bytes this rank has sent in the engine's collectives, over gradients, weights
-            and block inputs in parts; those inside of a model's own forward and backward (sums over
-            parts of matrices, tokens to experts) are not among them.
+        comm_bytes: bytes that this rank sent in the engine's collectives, for gradients, weights
+            and partitioned block inputs. Collectives inside a model's forward and backward (tensor
+            parallel sums, tokens to experts) are not included.
         disk_read_bytes, disk_written_bytes: state, gradients and weights on this rank's disk; a
-            checkpoint reads it once.
-        own_ms: step time without waits for slower ranks in collectives; 0: a single rank.
-        device_peak_bytes: most that torch's allocator held within the step; 0: no GPU.
-        host_peak_bytes: most resident memory the sampler saw within the step; 0: no sample.
-        ranks_ms: in the log of rank 0, the `own_ms` of every rank; empty for a single rank.
+            checkpoint reads the state once.
+        own_ms: step time without waits for slower ranks in collectives; 0 for a single rank.
+        device_peak_bytes: peak of torch's allocator within the step; 0 without a GPU.
+        host_peak_bytes: peak resident memory that the sampler saw within the step; 0: no sample.
+        ranks_ms: in rank 0's log, `own_ms` of every rank; empty for a single rank.
     """
 
     step: int
@@ -158,27 +158,27 @@ MEMORY_QUANTITIES = (
     "allocated", "reserved", "inactive", "free", "pinned", "rss", "available", "swap",
     "page_cache",
 )  # fmt: skip
-"""What `LiveMemory` has of each sample."""
+"""Quantities of a `LiveMemory` sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveMemory(Event, kind="live_memory"):
     """The memory sampler's readings since its last record.
 
-    A quantity is (least, newest, peak) in KiB, one number where the three are equal, or nothing if
-    it is not known.
+    A quantity is (least, newest, peak) in KiB, a single number if the three are equal, or empty if
+    it is unknown.
 
     Attributes:
         step: the step in progress.
         allocated_kib: tensors of torch's allocator on the device.
         reserved_kib: device memory of torch's allocator, including its cache.
-        inactive_kib: free parts of reserved segments that other tensors keep in place:
+        inactive_kib: free parts of reserved segments that still contain other tensors:
             fragmentation.
-        free_kib: free device memory as the driver reports it, all processes considered.
+        free_kib: free device memory reported by the driver, for all processes.
         pinned_kib: page-locked host memory of this process.
         rss_kib: resident memory of this process.
-        available_kib: of the host, under every limit.
-        swap_kib, page_cache_kib: of the host, used.
+        available_kib: available host memory under all limits.
+        swap_kib, page_cache_kib: used by the host.
     """
 
     step: int
@@ -199,8 +199,8 @@ class StepMemory(Event, kind="step_memory"):
 
     Attributes:
         tier: "device": held by torch's allocator; "host": resident memory of the process.
-        at_ms: since the beginning of the step, as of its spans.
-        kib: the most between this time and the one before.
+        at_ms: time since the start of the step, as in its spans.
+        kib: peak between the previous time and this one.
     """
 
     step: int
@@ -211,9 +211,9 @@ class StepMemory(Event, kind="step_memory"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSpan(Event, kind="span"):
-    """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
-    `num_bytes`: bytes written by a copy or collective. On the lane WAIT: a wait of compute, named
-    after the lane it waited for."""
+    """One operation on one lane, in a sampled step. `start_ms` counts from the start of the step;
+    `num_bytes`: bytes written by a copy or collective. On lane WAIT: a wait of compute, named
+    after the awaited lane."""
 
     step: int
     lane: str
@@ -225,7 +225,7 @@ class LaneSpan(Event, kind="span"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process with memory on a GPU; `num_bytes` None: the driver does not say."""
+    """A process with memory on a GPU; `num_bytes` is None if the driver does not report it."""
 
     pid: int
     num_bytes: int | None = None
@@ -235,14 +235,14 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One GPU as NVML sees it, all processes included; None: not reported by the driver.
+    """One GPU as reported by NVML, for all processes; None: not reported by the driver.
 
     Attributes:
         pcie_tx_bytes_per_s: sent by the GPU (to the host) since the last sample; rx: received.
-        nvlink_tx_bytes_per_s, nvlink_rx_bytes_per_s: the same over all NVLinks together.
-        clock_mhz: of its multiprocessors.
-        throttle: why its clocks are throttled, "" if they are not.
-        processes: only in the monitor's own samples, never in a log.
+        nvlink_tx_bytes_per_s, nvlink_rx_bytes_per_s: the same, summed over all NVLinks.
+        clock_mhz: clock of its multiprocessors.
+        throttle: why its clocks are throttled; "" if they are not.
+        processes: only in the monitor's samples, never in a log.
     """
 
     index: int
@@ -272,12 +272,12 @@ class System(Event, kind="system"):
     """A sample of the machine and of this process.
 
     Attributes:
-        cpu_percent: of this process; 100 is one core.
-        host_cpu_percent: of all processes of the host.
+        cpu_percent: load of this process; 100 is one core.
+        host_cpu_percent: load of all processes of the host.
         host_cpus: CPUs of the host; 0: not logged.
         rss_bytes: resident memory of this process.
-        host_available_bytes: memory still available under every limit.
-        gpu_state: "" if the GPUs could be queried, otherwise why not.
+        host_available_bytes: memory still available under all limits.
+        gpu_state: "" if the GPUs could be queried, otherwise the reason.
     """
 
     cpu_percent: float
@@ -293,7 +293,7 @@ class System(Event, kind="system"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eval(Event, kind="eval"):
-    """The mean loss on held-out tokens after `step` steps, nats per token."""
+    """Mean loss on held-out tokens after `step` steps, in nats per token."""
 
     step: int
     val_loss: float
@@ -323,7 +323,7 @@ class Warning_(Event, kind="warning"):  # noqa: N801 (the builtin has the name)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Event, kind="decided"):
-    """What a run has decided after `step` steps by what it has measured; `message`: a sentence."""
+    """A decision that a run made from measurements after `step` steps; `message`: a sentence."""
 
     step: int
     message: str
@@ -352,9 +352,9 @@ class Control(Event, kind="control"):
     """The state of a request from outside: "accepted", "done" or "refused".
 
     Attributes:
-        id: id of the request, its file's name.
+        id: id of the request, which is its file's name.
         action: "checkpoint", "stop", "abort", "note", "acknowledge" or "trace".
-        message: the note, or why it was refused.
+        message: the note, or the reason for a refusal.
     """
 
     id: str
@@ -375,7 +375,7 @@ class Sample(Event, kind="sample"):
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One quantity; `unit` is "bytes" or "s"."""
+    """One quantity, planned and measured; `unit` is "bytes" or "s"."""
 
     what: str
     planned: float
@@ -385,7 +385,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCompared(Event, kind="plan_compared"):
-    """Planned against measured figures: peak bytes by tier, medians of times."""
+    """Planned and measured figures: peak bytes by tier, medians of times."""
 
     rows: tuple[PlanRow, ...]
     message: str = ""

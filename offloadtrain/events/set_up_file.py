@@ -1,8 +1,8 @@
 """The progress of a start before its log begins, in a small file of the run folder.
 
-A log begins when data, model and memory are ready: until then a start may be refused. Rank 0
-replaces `set_up.json` while it sets up, and removes it when its log has begun or the start is
-refused. If the process is killed, the file stays and names its last phase.
+A log begins when data, model and memory are ready: until then a start may fail. Rank 0
+replaces `set_up.json` during the set-up, and removes it when its log has begun or the start has
+failed. If the process is killed, the file stays and names its last phase.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetUpNow:
-    """One moment of a set-up.
+    """State of a set-up at one moment.
 
     Attributes:
-        since_s, time_s: its beginning and this moment, Unix seconds.
+        since_s, time_s: start of the set-up and this moment, Unix seconds.
         phase: the current activity.
-        part: the current part of the phase; "": not known.
-        oom_kills: counters at the beginning, as `oom_kills.count` has read them.
+        part: the current part of the phase; "" if unknown.
+        oom_kills: counters at the start, as returned by `oom_kills.count`.
     """
 
     pid: int
@@ -45,7 +45,7 @@ class SetUpNow:
 
 
 def write(folder: Path, now: SetUpNow) -> None:
-    """Replace the file.
+    """Replace the file atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -58,8 +58,8 @@ def remove(folder: Path) -> None:
 
 
 def read(folder: Path) -> SetUpNow | None:
-    """Return the content of the file; None: the file is missing or invalid."""
-    # A number that is too large for a float is an ArithmeticError.
+    """Return the content of the file; None if it is missing or invalid."""
+    # ArithmeticError: a number is too large for a float.
     with suppress(OSError, ValueError, TypeError, ArithmeticError):
         now: SetUpNow = decode(SetUpNow, read_json(folder / FILE, max_bytes=_MOST_BYTES))
         counts = (now.pid, now.pid_start_ticks, now.done_bytes, now.total_bytes)

@@ -1,4 +1,4 @@
-"""A thread that starts before there is work for it."""
+"""A thread that is started before it has work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from queue import SimpleQueue
 
 
 class StandbyThread(threading.Thread):
-    """Runs one function, when `begin` is called.
+    """Runs one function, once `begin` is called.
 
-    It starts at once, before memory is filled: where a limit refuses a thread (RuntimeError), the
+    It starts at once, before memory is used up: if a limit refuses the thread (RuntimeError), the
     run ends before it has begun.
     """
 

@@ -1,6 +1,6 @@
-"""Predict when a run ends, from its steps, evaluations and pauses for checkpoints.
+"""Predicts when a run ends, from its steps, evaluations and pauses for checkpoints.
 
-The trainer's console and the monitor say the same.
+Used by the trainer's console and by the monitor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Pause:
     seconds: float
 
     def times(self, step: int, steps: int) -> int:
-        """Return how often it is still to come after a step."""
+        """Return how many pauses follow after a step."""
         if not self.every_steps or step >= steps:
             return 0
         return (steps - 1) // self.every_steps - step // self.every_steps + 1

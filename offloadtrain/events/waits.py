@@ -1,5 +1,5 @@
-"""What compute waited for in a sampled step: the rule of `last_step.exposed_by_lane` and of the
-monitor."""
+"""Attributes the waits of compute in a sampled step to lanes, for `last_step.exposed_by_lane`
+and for the monitor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CAUSES = (
     *("h2d", "host", "update", "disk_load", "disk_read", "disk_write"),
     *("ortho", "d2h", "comm", "write"),
 )
-"""Lanes that an idle awaited lane can itself have waited for, the nearest first."""
+"""Lanes for which an idle awaited lane may itself have waited, nearest first."""
 
 
 class Span(Protocol):
-    """Work of a lane, or a wait of compute: lane `WAIT`, named after the awaited lane."""
+    """Work of a lane; on lane `WAIT`, a wait of compute, named after the awaited lane."""
 
     @property
     def lane(self) -> str: ...
@@ -36,10 +36,10 @@ class Wait:
     """A wait of compute.
 
     Attributes:
-        start_ms: since the start of the sampled step.
+        start_ms: time since the start of the sampled step.
         by_lane: lane → its part of the wait, in milliseconds.
-        lane: the one with the largest part; "": nothing ran, and the awaited lane is not known.
-        name: the operation of that lane that took most of the wait; "": none.
+        lane: lane with the largest part; "" if nothing ran, and the awaited lane is unknown.
+        name: operation of that lane that took most of the wait; "" if there is none.
     """
 
     start_ms: float
@@ -50,12 +50,12 @@ class Wait:
 
 
 def exposed_by_lane(spans: Iterable[Span]) -> dict[str, float]:
-    """Return lane → milliseconds that compute waited for work of this lane.
+    """Return lane → milliseconds in which compute waited for work of this lane.
 
-    If compute waits for an upload, and for a part of that time the upload waits for Adam, that part
-    is the host's. Which lane the awaited one waits for is not recorded: a lane that works while the
-    awaited one is idle counts as the cause, in the order of `_CAUSES`. Time in which no lane worked
-    is the awaited lane's.
+    If compute waits for an upload, which itself waits for Adam for part of that time, that part
+    counts for the host. The lane that an awaited lane waits for is not recorded: a lane that works
+    while the awaited lane is idle counts as the cause, in the order of `_CAUSES`. Time in which no
+    lane worked counts for the awaited lane.
     """
     exposed: dict[str, float] = {}
     for wait in waits_of([span for span in spans if span.lane != "compute"]):
@@ -65,7 +65,7 @@ def exposed_by_lane(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def waits_of(spans: Iterable[Span]) -> list[Wait]:
-    """Return the waits of compute by start; without logged ones, the gaps between its spans."""
+    """Return the waits of compute by start; if none are logged, the gaps between its spans."""
     ordered = sorted(spans, key=lambda span: span.start_ms)
     by_lane: dict[str, list[Span]] = {}
     for span in ordered:
@@ -77,7 +77,7 @@ def waits_of(spans: Iterable[Span]) -> list[Wait]:
 
 
 class _Busy:
-    """The work of a lane, by start."""
+    """The work of a lane, sorted by start."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans

@@ -27,10 +27,10 @@ _Queued: TypeAlias = tuple[Event, float, int] | threading.Event | None
 
 
 class _LogFile:
-    """The open log, and the space that is reserved for its last record.
+    """The open log, and disk space reserved for its last record.
 
     Attributes:
-        reported_removal: the message that it is removed, and cannot be made again, was printed.
+        reported_removal: a message has said that the log was removed and cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class _LogFile:
         self._reserve = _reserved(path.parent)
 
     def append(self, line: bytes) -> None:
-        """Append with one call, or more after a partial write.
+        """Append a line with one call, or with several after a partial write.
 
         Raises:
             OSError: the disk refuses; the last line may be torn.
@@ -50,7 +50,7 @@ class _LogFile:
             self._torn = bool(rest)
 
     def is_removed(self) -> bool:
-        """Return whether the file was removed or renamed."""
+        """Return True if the file was removed or renamed."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except FileNotFoundError:
@@ -59,10 +59,10 @@ class _LogFile:
             return False  # the disk fails: the next write reports it
 
     def make_again(self) -> None:
-        """Write to a new file of this name from now on.
+        """Write to a new file with this name from now on.
 
         Raises:
-            OSError: it cannot be made; the removed one stays open.
+            OSError: it cannot be created; the removed file stays open.
         """
         own_folder(self.path.parent)
         fd, torn = _open_log(self.path)
@@ -89,15 +89,15 @@ class EventWriter:
     When it is full, new events are dropped and counted; spans, which come in hundreds, are dropped
     while a quarter of it is still free, so that they never push a step out.
 
-    [Note: A disk that refuses] A record refused by a full disk is retried every RETRY_S, and later
-    ones wait in the queue: only records beyond its capacity are lost. When writing
-    succeeds again, a record reports their number. A run that ends meanwhile waits
-    END_WITHIN_S for the disk; then the rest is lost too, except its `RunEnded`, for which
-    RESERVED_BYTES were reserved in an unnamed file when the log was opened.
+    [Note: A disk that refuses] A record refused by a full disk is retried every RETRY_S, while
+    later records wait in the queue: only records beyond its capacity are lost. When writing
+    succeeds again, a record reports their number. A run that ends during that time waits
+    END_WITHIN_S for the disk; then the remaining records are lost as well, except `RunEnded`, for
+    which RESERVED_BYTES were reserved in an unnamed file when the log was opened.
 
     [Note: A log that is removed] Training does not end because somebody removes its log. Before
     each record the writer compares the file at the log's path with the open one. If they differ,
-    it makes the folder and the file again; the new log begins with a warning. If it cannot, it
+    it creates the folder and the file again; the new log begins with a warning. If it cannot, it
     continues in the open file, which may have been renamed together with the run folder.
 
     Attributes:
@@ -112,27 +112,27 @@ class EventWriter:
         say: Callable[[str], object] = lambda sentence: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Hold events until `open`.
+        """Queue events until `open`.
 
         Args:
             say: called with a sentence, on the writer's thread, when the disk begins to refuse,
-                when the rest is written, and each time the log is removed or renamed.
-            clock: the time of a record, in Unix seconds.
+                when writing succeeds again, and each time the log is removed or renamed.
+            clock: time of a record, in Unix seconds.
         """
         self.error: OSError | None = None
         self.dropped = self._reported = 0
-        self._lock = threading.RLock()  # of `dropped`; reentrant: a signal handler may emit
+        self._lock = threading.RLock()  # for `dropped`; reentrant, since a signal handler may emit
         self._rank, self._clock, self._say = rank, clock, say
         self._capacity = capacity
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
-        self._refused: OSError | None = None  # until the recovery was reported
+        self._refused: OSError | None = None  # until the recovery is reported
         self._give_up_s = math.inf
         self._closed = False
         self._thread = StandbyThread("event-writer")
 
     def open(self, path: Path) -> None:
-        """Open the log for appending, with mode 0600 if it is new, and start writing, beginning
-        with the held events.
+        """Open the log for appending, with mode 0600 if it is new, and write the queued events
+        and all later ones.
 
         Raises:
             OSError: the log cannot be opened.
@@ -151,7 +151,7 @@ class EventWriter:
             self._give_up_s = min(self._give_up_s, time.monotonic() + END_WITHIN_S)
 
     def flush(self, timeout_s: float = 2 * END_WITHIN_S) -> bool:
-        """Wait until all earlier events are written; False if that took too long."""
+        """Wait until all earlier events are written; return False on a timeout."""
         done = threading.Event()
         if self._thread.begun and self._thread.is_alive():
             self._queue.put(done)
@@ -167,7 +167,7 @@ class EventWriter:
             self._closed = True
             self._give_up_s = min(self._give_up_s, time.monotonic() + END_WITHIN_S)
             self._queue.put(None)
-            self._thread.begin(lambda: None)  # unless it writes
+            self._thread.begin(lambda: None)  # ends it if the log was never opened
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -200,7 +200,7 @@ class EventWriter:
             self.dropped += 1
 
     def _restore_removed_log(self) -> None:
-        """Make the log again if it was removed or renamed; see [Note: A log that is removed]."""
+        """Create the log again if it was removed or renamed; see [Note: A log that is removed]."""
         if not self._file.is_removed():
             self._file.reported_removal = False
             return
@@ -220,7 +220,7 @@ class EventWriter:
         self._say(f"warning: {message}")
 
     def _appended(self, line: bytes) -> bool:
-        """Append a line; return whether the disk has taken it."""
+        """Append a line; return True if the disk accepted it."""
         try:
             self._file.append(line)
         except OSError as error:
@@ -236,7 +236,7 @@ class EventWriter:
         return True
 
     def _end_anyway(self, line: bytes) -> bool:
-        """Write the last record on a full disk, after a record of the losses."""
+        """Write the last record on a full disk, preceded by a record of the losses."""
         self._file.release_reserve()
         lost = self.dropped - self._reported
         if not self._appended((self._lost_line() if lost else b"") + line):
@@ -245,7 +245,7 @@ class EventWriter:
         return True
 
     def _report_losses(self) -> None:
-        """Record the losses, once the disk accepts writes again."""
+        """Record the losses once the disk accepts writes again."""
         if self.error:
             return
         lost = self.dropped - self._reported
@@ -269,7 +269,7 @@ class EventWriter:
 
 
 def _open_log(path: Path) -> tuple[int, bool]:
-    """Open for appending; return also whether a crash of an earlier run tore its last line."""
+    """Open for appending; return (descriptor, True if a crash tore the last line)."""
     fd = open_descriptor(path, flags=os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(fd).st_size
@@ -280,7 +280,7 @@ def _open_log(path: Path) -> tuple[int, bool]:
 
 
 def _reserved(folder: Path) -> IO[bytes] | None:
-    """Reserve space on the log's disk with incompressible bytes; None: there is no space now. The
+    """Reserve space on the log's disk with incompressible bytes; None if there is no space. The
     kernel frees it when the process ends, however it ends."""
     try:
         file = tempfile.TemporaryFile(buffering=0, dir=folder)

@@ -1,7 +1,7 @@
-"""The doors to other frameworks.
+"""Integrations with other frameworks.
 
-Hugging Face folders to engines and back, adapters, and the glue for the Trainer of transformers,
-TRL (`hf.py`), Accelerate and Lightning. A framework is imported by the function that needs it; no
-lower folder imports from here. What a plain training loop needs belongs into `engine`.
+They load and save Hugging Face folders, support adapters, and connect to the Trainer of
+transformers, TRL (`hf.py`), Accelerate and Lightning. The function that needs a framework imports
+it; no lower package imports from here. Code that a plain training loop needs belongs in `engine`.
 Start at `pretrained.from_pretrained`.
 """

@@ -1,11 +1,11 @@
-"""Accelerate: the accelerator says when a step is due, and leaves model, gradients and state alone.
+"""Accelerate: the accelerator decides when a step is due, but not how model and state change.
 
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     optimizer = offload(accelerator, model, ot.AdamW(lr=3e-4), working="host")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The loop stays as Accelerate's guide writes it. What the wrapper of an optimizer does is in
-[Note: Accelerate] in `engine.prepared`.
+The loop stays as in Accelerate's guide. [Note: Accelerate] in `engine.prepared` describes what its
+optimizer wrapper does.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def offload(
     config: Options | None = None,
     **options: Any,
 ) -> OffloadOptimizer:
-    """Offload a model that the accelerator will drive; `prepare` both afterwards.
+    """Offload a model for an accelerator; `prepare` model and optimizer afterwards.
 
     Args:
-        accelerator: its mixed precision ("no": that of the model), device and
-            `gradient_accumulation_steps` hold.
+        accelerator: determines precision ("no": that of the model), device and
+            `gradient_accumulation_steps`.
         rule, config, options: as for `offloadtrain.offload`.
 
     Raises:
-        ValueError: an option contradicts the accelerator, or the accelerator is to do what cannot
-            be done with an offloaded model.
-        whatever `offloadtrain.offload` raises.
+        ValueError: an option contradicts the accelerator, or the accelerator is configured for
+            something that an offloaded model does not support.
+        other errors: as in `offloadtrain.offload`.
     """
     settings = {
         "device": accelerator.device,
@@ -67,7 +67,8 @@ def offload(
 
 
 def check(accelerator: Any) -> None:
-    """Raises ValueError, naming what the accelerator is to do and offloaded models cannot have."""
+    """Raise ValueError if the accelerator is configured for what offloaded models do not
+    support."""
     kind, compiler = accelerator.distributed_type.name, accelerator.state.dynamo_plugin.backend.name
     if kind not in _ALONE_OR_DDP:
         raise ValueError(
@@ -82,12 +83,13 @@ def check(accelerator: Any) -> None:
 
 
 def drive(accelerator: Any, model: nn.Module, optimizer: OffloadOptimizer) -> None:
-    """Make `prepare` leave an offloaded model as it is, and send what the accelerator does with
-    gradients and checkpoints to the optimizer."""
-    # No DDP, which would average gradients a second time; no autocast, no move, no compiler.
+    """Make `prepare` return an offloaded model unchanged, and redirect the accelerator's methods
+    for gradients and checkpoints to the optimizer."""
+    # Prevents DDP, which would average gradients again, autocast, moves and compilation.
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     optimizer._is_accelerate_prepared = True
-    # Its own methods must not keep the accelerator alive, and with it the optimizer and its memory.
+    # Weak references: the replaced methods must not keep the accelerator, and with it the
+    # optimizer's memory, alive.
     alive, before = weakref.proxy(accelerator), partial(_method, accelerator)
     accelerator.clip_grad_norm_ = partial(_clip, before("clip_grad_norm_"), optimizer)
     accelerator.get_state_dict = partial(_weights, before("get_state_dict"), model, optimizer)
@@ -99,8 +101,8 @@ def drive(accelerator: Any, model: nn.Module, optimizer: OffloadOptimizer) -> No
 
 
 def _method(accelerator: Any, name: str) -> Callable[..., Any]:
-    """Return a method of the accelerator that does not keep it alive; or what another model's
-    `drive` has put in its place."""
+    """Return a method of the accelerator that does not keep it alive; or the replacement that
+    `drive` of another model has set."""
     if name in vars(accelerator):
         method: Callable[..., Any] = vars(accelerator)[name]
         return method
@@ -108,7 +110,7 @@ def _method(accelerator: Any, name: str) -> Callable[..., Any]:
 
 
 def _backward(accelerator: Any, optimizer: OffloadOptimizer, loss: Tensor) -> None:
-    """`Accelerator.backward`, with the engine's loss scale in place of a GradScaler's."""
+    """`Accelerator.backward` with the engine's loss scale instead of a GradScaler."""
     optimizer.backward(loss / accelerator.gradient_accumulation_steps, divide=False)
 
 
@@ -119,8 +121,8 @@ def _clip(
     max_norm: float,
     norm_type: float = 2,
 ) -> Tensor:
-    """`Accelerator.clip_grad_norm_`, which looks at the gradients of single parameters before it
-    clips: among ranks these are in shards."""
+    """`Accelerator.clip_grad_norm_`; clips by the engine if all its parameters are named, since
+    with several ranks gradients are in shards."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups = optimizer.param_groups
     trained = {p for group in groups for p in group["params"] if p.requires_grad}
@@ -136,7 +138,7 @@ def _weights(
     requested: Any,
     unwrap: bool = True,
 ) -> Any:
-    """`Accelerator.get_state_dict`: all ranks call it."""
+    """`Accelerator.get_state_dict`; all ranks must call it."""
     return state_dict_of(model, optimizer) if requested is model else otherwise(requested, unwrap)
 
 
@@ -147,7 +149,7 @@ def _save(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """`Accelerator.save_state`, which knows optimizers that are the same on every rank."""
+    """`Accelerator.save_state`, which assumes that every rank has the same optimizer state."""
     with _left_out(accelerator, optimizer):
         folder = save(*args, **named)
     checkpoint_files.save_state(optimizer, folder)
@@ -161,14 +163,14 @@ def _load(
     *args: Any,
     **named: Any,
 ) -> None:
-    """`Accelerator.load_state`, also between two microbatches, whose gradients are dropped."""
+    """`Accelerator.load_state`; between two microbatches it drops their gradients."""
     accelerator.gradient_state._set_sync_gradients(True)
     optimizer.zero_grad()
     folders: list[str] = []
     handle = accelerator.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
     try:
         with _left_out(accelerator, optimizer):
-            # On the device the weights of the file might find no room.
+            # On the device there might be no room for the file's weights.
             load(*args, **{"map_location": "cpu", **named})
     finally:
         handle.remove()

@@ -20,7 +20,7 @@ from offloadtrain.engine import ModelError
 from offloadtrain.integrations.export import Named, write_configuration, write_weights
 
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
-"""Names that `LoraConfig` has under a longer one."""
+"""Short name → the name of `LoraConfig`."""
 
 PREFIX = "base_model.model."
 """Of the base model's names in a PEFT model."""
@@ -31,15 +31,15 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def base_model(model: Any) -> Any:
-    """Return the model that PEFT has wrapped, or the model itself."""
+    """Return the model that PEFT wraps, or the model itself."""
     return model.get_base_model() if is_peft(model) else model
 
 
 def lora_config(keys: Mapping[str, Any]) -> Any:
-    """Return PEFT's configuration of the keys.
+    """Return PEFT's `LoraConfig` for these keys.
 
     Raises:
-        TypeError: a key that it does not have.
+        TypeError: `LoraConfig` does not have a key.
     """
     from peft import LoraConfig
 
@@ -47,7 +47,7 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
 
 
 def reads_base(config: Any) -> bool:
-    """Tell whether new adapters are made from the values of the base's weights."""
+    """Return True if new adapters are computed from the values of the base model's weights."""
     return bool(
         config.init_lora_weights not in (True, False, "gaussian")
         or config.use_dora
@@ -59,7 +59,7 @@ def reads_base(config: Any) -> bool:
 
 
 def attach(model: nn.Module, config: Any) -> Any:
-    """Wrap a model in adapters, whose weights have values also where the model is on the meta
+    """Wrap a model in adapters; their weights have values even if the model is on the meta
     device."""
     from peft import get_peft_model
 
@@ -69,8 +69,8 @@ def attach(model: nn.Module, config: Any) -> Any:
 
 @contextmanager
 def _standing_in(model: nn.Module) -> Iterator[None]:
-    """Give meta parameters memory of one element: PEFT puts adapters where the base's weights
-    are."""
+    """Give meta parameters one element of host memory inside, since PEFT creates adapters on the
+    device of the base model's weights."""
     swapped = [param for param in model.parameters() if param.is_meta]
     for param in swapped:
         element = torch.zeros((), dtype=param.dtype, device="cpu")
@@ -119,7 +119,7 @@ def _write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype
     """Write every adapter of the model."""
     from peft import get_peft_model_state_dict
 
-    # The model's names of what PEFT saves.
+    # Map PEFT's entries to parameter names of the model.
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(x, device="meta") for name, x in tensors}
     name_of = {id(x): name for name, x in shapes.items()}
@@ -150,7 +150,7 @@ def _merged_weights(model: Any, weights: Named) -> Named:
     of `_bare(model)`. Holds one layer at a time.
 
     Raises:
-        ModelError: adapters that PEFT cannot merge, or a quantized base.
+        ModelError: PEFT cannot merge these adapters, or the base is quantized.
     """
     wrapped = dict(_wrapped(model))
     owner = {
@@ -171,7 +171,7 @@ def _merged_weights(model: Any, weights: Named) -> Named:
 
 
 def _wrapped(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of each layer that PEFT has put its own in the place of."""
+    """Yield path and module of each layer that PEFT has replaced."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -190,7 +190,7 @@ def _wrapped(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _merged(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merge a copy of one layer, of these weights."""
+    """Merge a copy of one layer with these weights; return its parameters by name."""
     params = module.named_parameters()
     memo = {id(param): nn.Parameter(values[name], False) for name, param in params}
     copied: Any = copy.deepcopy(module, memo)

@@ -1,4 +1,4 @@
-"""Causal language models of transformers: loaded, their loss, their text."""
+"""Causal language models of transformers: loading, loss, generation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from offloadtrain.model.loss import cross_entropy
 
 
 class CausalLmError(InputError):
-    """A model or a tokenizer of transformers that cannot be used here."""
+    """A transformers model or tokenizer cannot be used here."""
 
 
 def freeze_other_modalities(model: Any) -> Any:
-    """Freeze what a model of several modalities has besides its language model, which text does not
-    use: an image encoder and its projection. Return the model."""
+    """Freeze the parts of a multimodal model that text does not use, such as an image encoder and
+    its projection. Return the model."""
     base = base_model(model)
     if base.config.get_text_config() is not base.config:
         used = (base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings())
@@ -39,16 +39,16 @@ def freeze_other_modalities(model: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CausalLm:
-    """A model of transformers, or PEFT's around it, as a `LanguageModel`.
+    """A transformers model, possibly wrapped by PEFT, as a `LanguageModel`.
 
     Attributes:
-        chunked: in training it computes its loss itself, and makes no whole logits: by
+        chunked: in training the model computes its loss itself, without full logits: by
             `chunk_loss`, or by Liger.
 
     Raises:
-        CausalLmError: from `of`, for a model whose loss is not that of the next token, or that
-            has an encoder and a decoder. One of several modalities, such as Gemma 3, is used as a
-            model of text.
+        CausalLmError: from `of`, if the model's loss is not that of the next token, or it
+            has an encoder and a decoder. A multimodal model, such as Gemma 3, is used as a
+            text model.
     """
 
     module: Any
@@ -59,7 +59,7 @@ class CausalLm:
         from transformers.loss.loss_utils import LOSS_MAPPING
 
         base = base_model(module)
-        # By its function: checkpoints of several modalities have another name for the same loss.
+        # Compared by function: multimodal checkpoints have another name for the same loss.
         next_token = LOSS_MAPPING["ForCausalLM"]
         has_other_loss = LOSS_MAPPING.get(base.loss_type, next_token) is not next_token
         if has_other_loss or base.config.is_encoder_decoder:
@@ -76,15 +76,14 @@ class CausalLm:
 
     @property
     def max_seq_len(self) -> int:
-        """Models without a limit (of recurrent layers) have one far beyond any sequence."""
+        """Longest sequence; far beyond any for models without a limit (recurrent layers)."""
         text = self.module.config.get_text_config()
         return int(getattr(text, "max_position_embeddings", None) or 1 << 40)
 
     def check_isolates(self) -> None:
-        """Raises CausalLmError for a model that does not keep the documents of a sequence apart
-        where their positions begin anew: those do whose masks are made of positions by
-        transformers' own function, and that have no layers with a state (recurrent or
-        convolutional)."""
+        """Raise CausalLmError if the model does not separate documents within a sequence where
+        positions restart. Models do if transformers' own function makes their masks from positions
+        and they have no layers with a state (recurrent or convolutional)."""
         base = base_model(self.module)
         source = inspect.getsource(inspect.getmodule(type(base)))  # type: ignore[arg-type]
         has_state = re.search("recurrent_state|ssm_state|conv_state|slope_rate", source)
@@ -102,14 +101,14 @@ class CausalLm:
         positions_BT: Tensor | None = None,
         divisor: float | None = None,
     ) -> Tensor:
-        """The model's own loss with these labels: cross-entropy in fp32, a few rows at a time, and
-        the balance of its experts where its configuration asks for it."""
+        """Return the model's loss with these labels: cross-entropy in fp32, a few rows at a time,
+        plus the load balance of its experts if its configuration asks for it."""
         inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if positions_BT is not None:
             inputs["position_ids"] = positions_BT
             text = base_model(self.module).config.get_text_config()
             if text._attn_implementation == VARLEN_ATTENTION:
-                # As transformers names them for flash attention: its models pass them on.
+                # transformers' argument names for flash attention, which its models pass on.
                 bounds, longest = document_bounds(positions_BT), positions_BT.shape[1]
                 inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
                 inputs |= {"max_length_q": longest, "max_length_k": longest}
@@ -125,11 +124,11 @@ class CausalLm:
         return loss
 
     def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
-        """By transformers' own `generate`: ends with the model's end-of-text token, or where its
-        longest sequence does.
+        """Generate with transformers' `generate`, up to the model's end-of-text token or its
+        longest sequence.
 
         Raises:
-            CausalLmError: the prompt fills that already, or a probability is not finite.
+            CausalLmError: the prompt already has that length, or a probability is not finite.
         """
         room = self.max_seq_len - tokens_BT.shape[1]
         if room < 1:
@@ -146,10 +145,10 @@ class CausalLm:
         self.module.eval()
         base = base_model(self.module)
         implementation = base.config.get_text_config()._attn_implementation
-        if implementation == VARLEN_ATTENTION:  # of packed rows, which a text is not
+        if implementation == VARLEN_ATTENTION:  # it is for packed rows only
             base.set_attn_implementation("sdpa")
         try:
-            # `generate` of transformers draws from torch's global generators.
+            # transformers' `generate` draws from torch's global generators.
             is_cuda = tokens_BT.device.type == "cuda"
             with uncompiled(), torch.random.fork_rng([tokens_BT.device] if is_cuda else []):
                 torch.manual_seed(sampling.seed)
@@ -157,7 +156,7 @@ class CausalLm:
                     input_ids=tokens_BT,
                     attention_mask=torch.ones_like(tokens_BT),
                     max_new_tokens=min(num_tokens, room),
-                    pad_token_id=0,  # of a single prompt nothing is padded
+                    pad_token_id=0,  # unused: a single prompt is not padded
                     **chosen,
                 )
         except RuntimeError as error:
@@ -172,8 +171,8 @@ class CausalLm:
 
 
 def _masks_by_position(source: str) -> bool:
-    """Tell whether a module of transformers passes `position_ids` to `create_causal_mask` wherever
-    it calls it: by name, in a dictionary, or under another name for the function."""
+    """Return True if a module of transformers passes `position_ids` in all calls of
+    `create_causal_mask`: by name, in a dictionary, or under another name for the function."""
     nodes = [*ast.walk(ast.parse(source))]
     values = [
         (target.id, node.value)
@@ -212,22 +211,22 @@ def _masks_by_position(source: str) -> bool:
 
 
 VARLEN_ATTENTION = "offloadtrain_varlen"
-"""Name of `_attended` in transformers."""
+"""Name under which `_attended` is registered in transformers."""
 
 
 def attend_within_documents(model: Any) -> None:
-    """Make a model of transformers compute attention within documents by `attend_documents`.
+    """Make a transformers model compute attention within documents, with `attend_documents`.
 
     Raises:
-        CausalLmError: its attention is its own, which no function of transformers replaces.
+        CausalLmError: the model has its own attention code, which cannot be replaced.
     """
     from transformers import AttentionInterface
 
-    # No mask function of this name: transformers makes no mask then.
+    # No mask function is registered under this name, so transformers makes no mask.
     AttentionInterface.register(VARLEN_ATTENTION, _attended)
     base = base_model(model)
     base.set_attn_implementation(VARLEN_ATTENTION)
-    # Of a model without the interface, transformers only warns.
+    # transformers only warns about a model without this interface.
     if base.config.get_text_config()._attn_implementation != VARLEN_ATTENTION:
         raise CausalLmError(
             f"{type(base).__name__} computes attention by code of its own: leave "
@@ -247,11 +246,12 @@ def _attended(
     cu_seq_lens_q: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: queries (B, N, T, H), keys and values (B, K, T, H), to
+    """An attention function for transformers: queries (B, N, T, H), keys and values (B, K, T, H) →
     (B, T, N, H).
 
     Raises:
-        CausalLmError: attention of the model that variable-length attention does not compute.
+        CausalLmError: variable-length attention does not support a feature of the model's
+            attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -262,7 +262,7 @@ def _attended(
         "capped scores": more.get("softcap") is not None,
         "attention sinks": more.get("s_aux") is not None,
         "layers that do not get the bounds of documents": module.training and cu_seq_lens_q is None,
-        # transformers makes no mask here: this is the model's.
+        # transformers makes no mask here, so this one is the model's.
         "a mask or a bias of its own": cu_seq_lens_q is not None and attention_mask is not None,
     }
     if wrong := [what for what, present in refused.items() if present]:
@@ -270,7 +270,7 @@ def _attended(
             f"its attention has {wrong[0]}, which variable-length attention does not compute: "
             "leave data.varlen_attention out"
         )
-    if cu_seq_lens_q is None:  # an evaluation of rows that are not packed
+    if cu_seq_lens_q is None:  # evaluation of rows that are not packed
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )[0]
@@ -279,17 +279,17 @@ def _attended(
 
 
 def check_varlen(empty: Any, seq_len: int) -> None:
-    """Run a forward of a model on the meta device, where `_attended` refuses what it does not
-    compute.
+    """Run a forward of a model on the meta device, in which `_attended` refuses unsupported
+    features.
 
     Raises:
-        CausalLmError: naming it.
+        CausalLmError: a feature is not supported; the message names it.
     """
     attend_within_documents(empty)
     tokens_BT = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
     kind = type(base_model(empty)).__name__
     try:
-        # 16 bits: torch's grouped products of experts take no others there.
+        # 16 bits, since torch's grouped products of experts support no other dtypes there.
         trained = CausalLm.of(empty.to(torch.bfloat16).train())
         trained.loss(tokens_BT, tokens_BT, positions_BT=tokens_BT)
     except CausalLmError as error:
@@ -302,10 +302,10 @@ def check_varlen(empty: Any, seq_len: int) -> None:
 
 
 def transformers_package(what: str) -> Any:
-    """Import transformers, without its progress bars.
+    """Import transformers and disable its progress bars.
 
     Raises:
-        ConfigError: it is not installed; `what` needs it.
+        ConfigError: transformers is not installed; the message says that `what` needs it.
     """
     try:
         import transformers
@@ -318,10 +318,10 @@ def transformers_package(what: str) -> Any:
 
 
 def load(folder: Path, device: torch.device) -> CausalLm:
-    """Load a folder of transformers as it was saved, in eval mode.
+    """Load a folder of transformers in its saved dtype, in eval mode.
 
     Raises:
-        CausalLmError, ModelError: it is none, or needs its own code.
+        CausalLmError, ModelError: it is not such a folder, or needs remote code.
     """
     transformers_package("a folder of transformers")
     model, weights = deferred_model(folder, "AutoModelForCausalLM")

@@ -1,11 +1,11 @@
-"""The optimizer's state in a framework's checkpoint folder: a file per rank.
+"""The optimizer's state in a framework's checkpoint folder, as one file per rank.
 
 [Note: Checkpoints of the Trainer]
-The plain Trainer loads `optimizer.pt` and `scheduler.pt` if it finds both, and otherwise resumes
-with the weights alone and says nothing. Where the state is that of torch's AdamW, `optimizer.pt`
-therefore holds its steps and moments, as torch saves them, and the file of the rank the rest: the
-master weights. Together they are as large as the whole state in one file. Where it is not,
-`optimizer.pt` is there and empty: torch refuses it.
+The plain Trainer loads `optimizer.pt` and `scheduler.pt` if it finds both; otherwise it silently
+resumes with the weights alone. If torch's AdamW can hold the state, `optimizer.pt`
+therefore contains the steps and moments in torch's format, and the rank's file contains the
+master weights. Together they are as large as the complete state in one file. If torch's AdamW
+cannot, `optimizer.pt` exists but is empty, so that torch refuses it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from offloadtrain.optim import AdamW
 _RANK_FILE = "offload_rank{}_of_{}.pt"
 _TRAINER_FILE = "optimizer.pt"
 _OURS = "offloadtrain"
-"""A key of `optimizer.pt` that torch ignores. A plain Trainer that writes into the same folder
-leaves it out: the files of ranks in that folder are outdated then."""
+"""A key of `optimizer.pt` that torch ignores. If a plain Trainer writes into the same folder,
+the key is missing, which shows that the files of ranks there are outdated."""
 
 
 class CheckpointError(OffloadTrainError):
@@ -41,10 +41,10 @@ def save_state(
     folder: str | os.PathLike[str],
     state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write this rank's state; all ranks call it. No copy of the state is made.
+    """Write this rank's state; all ranks must call it. Makes no copy of the state.
 
     Args:
-        state: in place of the optimizer's.
+        state: state to write; default: the optimizer's.
     """
     path = _path(optimizer, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,15 +52,15 @@ def save_state(
 
 
 def load_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> None:
-    """Load this rank's state; raises as `read_state`."""
+    """Load this rank's state; raises what `read_state` raises."""
     optimizer.load_state_dict(read_state(optimizer, folder))
 
 
 def read_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return this rank's state, see `read_file`.
+    """Return this rank's state; see `read_file`.
 
     Raises:
-        CheckpointError: the folder has no state, or that of another number of ranks.
+        CheckpointError: the folder has no state, or that of a different number of ranks.
     """
     path = _path(optimizer, folder)
     if not path.exists():
@@ -73,10 +73,10 @@ def read_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> d
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a file holds; the file's pages hold the tensors: no second copy in memory.
+    """Return the content of a file; its tensors are memory-mapped, without a second copy.
 
     Raises:
-        CheckpointError: it is not as it was written. `torch.load` does not look at its checksums.
+        CheckpointError: the file has changed. (`torch.load` ignores its checksums.)
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -85,7 +85,7 @@ def read_file(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # zipfile and torch raise many, by where the damage is
+    except Exception as error:  # zipfile and torch raise many classes, depending on the damage
         reason = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"'{path}' cannot be read ({reason}): take another one") from error
     return state
@@ -97,7 +97,7 @@ def _path(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> Path:
 
 
 def reason_against_torch(optimizer: OffloadOptimizer) -> str | None:
-    """Return why torch's AdamW cannot take the state over; None if it can."""
+    """Return why torch's AdamW cannot load the state; None if it can."""
     rules = {type(rule) for rule in optimizer._rules}
     names, config = ", ".join(sorted(rule.__name__ for rule in rules)), optimizer.config
     reasons = broken(
@@ -118,17 +118,17 @@ def reason_against_torch(optimizer: OffloadOptimizer) -> str | None:
 def save_for_trainer(
     optimizer: OffloadOptimizer, folder: str, *, writes: bool, fused: bool
 ) -> None:
-    """Write the state; all ranks call it. No copy of the state is made.
+    """Write the state; all ranks must call it. Makes no copy of the state.
 
     Args:
-        writes: this process writes the files that are the same for all ranks.
-        fused: of the AdamW that the plain Trainer makes.
+        writes: this process writes the files that are equal for all ranks.
+        fused: the plain Trainer would create a fused AdamW.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     state = optimizer.state_dict()
     if reason_against_torch(optimizer) is None:
         masters, moments = _divided(state["state"])
-        # With all keys that a group of torch's has.
+        # Includes all keys of torch's parameter groups.
         plain = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], fused=fused or None)
         groups = [plain.param_groups[0] | group for group in state["param_groups"]]
         shared = {
@@ -146,22 +146,22 @@ def save_for_trainer(
 
 
 def load_for_trainer(optimizer: OffloadOptimizer, folder: str) -> bool:
-    """Load this rank's state, or that of a plain Trainer's optimizer; returns False if the folder
-    has neither, as where only the model was saved.
+    """Load this rank's state, or that of a plain Trainer's optimizer; return False if the folder
+    has neither, for example if only the model was saved.
 
     Raises:
-        CheckpointError: the folder has the state of another number of ranks.
-        EngineError: it has that of another optimizer.
+        CheckpointError: the folder has the state of a different number of ranks.
+        EngineError: it has the state of another optimizer.
     """
     path = Path(folder) / _TRAINER_FILE
-    # Earlier releases have written the whole state into the file of the rank.
+    # Earlier releases wrote the complete state into the rank's file.
     shared: dict[str, Any] = read_file(path) if path.exists() else {"state": {}, _OURS: ""}
     if _OURS not in shared:
         steps = json.loads((Path(folder) / "trainer_state.json").read_text())["global_step"]
         torch_optimizers.complete(shared, optimizer, step=steps)
         optimizer.load_state_dict(shared)
         return True
-    if not any(Path(folder).glob(_RANK_FILE.format("*", "*"))):  # of any number of ranks
+    if not any(Path(folder).glob(_RANK_FILE.format("*", "*"))):  # for any number of ranks
         return False
     moments = shared["state"]
     state = read_state(optimizer, folder)
@@ -174,8 +174,8 @@ def load_for_trainer(optimizer: OffloadOptimizer, folder: str) -> bool:
 def _divided(
     entries: dict[int, dict[str, Any]],
 ) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-    """Return the master weights, and what torch's AdamW has, with a separate step per parameter:
-    torch counts in place."""
+    """Return (master weights, state of torch's AdamW). The latter has a separate step tensor per
+    parameter, since torch increments it in place."""
     masters = {key: {"master": entry["master"]} for key, entry in entries.items()}
     moments = {
         key: {name: x for name, x in entry.items() if name != "master"}

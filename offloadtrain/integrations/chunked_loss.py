@@ -1,10 +1,10 @@
-"""Causal language models of transformers whose loss never makes the logits as a whole.
+"""Computes the loss of causal language models of transformers without full logits.
 
-The forward of most of them ends in two lines: `logits = self.lm_head(hidden_states)`, and
-`self.loss_function(logits=logits, labels=labels, …)`. While a forward with labels runs, the head
+The forward of most of them ends with two lines: `logits = self.lm_head(hidden_states)`, and
+`self.loss_function(logits=logits, labels=labels, …)`. In a forward with labels the head therefore
 computes the loss itself, in parts ([Note: Parts of the vocabulary] in `model/loss.py`), and
-the loss function returns that. The source of the model's forward says whether it ends so; one that
-does more with its logits is refused, by name.
+the loss function returns it. The source of the model's forward shows whether it ends this way; a
+model that does more with its logits is refused by name.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from offloadtrain.integrations.adapters import base_model
 from offloadtrain.model.loss import linear_cross_entropy
 
 _KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "vocab_size"}
-"""Keywords of transformers' loss for causal language models that change its value."""
+"""Keywords of transformers' causal language model loss that change its value."""
 
 
 def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
-    """Make a causal language model compute its loss a part of the vocabulary at a time.
+    """Make a causal language model compute its loss one part of the vocabulary at a time.
 
-    Where gradients are on and `labels` are given, its output has no `logits` from here on: they
-    never exist. Everything else is as before: evaluation under `no_grad`, generation, calls without
-    labels. Before or after `offload`, and before or after PEFT has wrapped it.
+    If gradients are enabled and `labels` are given, the output has no `logits` from now on: they
+    never exist. Everything else stays: evaluation under `no_grad`, generation, calls without
+    labels. Call it before or after `offload`, and before or after PEFT wraps the model.
 
     Args:
-        model: of transformers, or that wrapped by PEFT.
+        model: a transformers model, possibly wrapped by PEFT.
         label_smoothing, z_loss: see `linear_cross_entropy`.
 
     Raises:
-        ModelError: a head that is not one plain linear layer, or logits that are scaled, capped or
-            used otherwise.
+        ModelError: the head is not a single plain linear layer, or logits are scaled, capped or
+            used for something else.
     """
     base = base_model(model)
     if is_chunked(model):
@@ -55,12 +55,12 @@ def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0)
 
 
 def is_chunked(model: Any) -> bool:
-    """Tell whether `chunk_loss` has changed a model."""
+    """Return True if `chunk_loss` has changed the model."""
     return isinstance(getattr(base_model(model).loss_function, "__self__", None), _Pending)
 
 
 def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[..., Any]:
-    """Return the forward that takes the loss from the head where there are labels to learn."""
+    """Return a forward that takes the loss from the head if there are labels and gradients."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
@@ -74,7 +74,7 @@ def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[...
             outputs = forward(*args, **kwargs)
         finally:
             pending.targets = None
-        if isinstance(outputs, Tensor):  # of a stage of a pipeline, which returns the loss alone
+        if isinstance(outputs, Tensor):  # a pipeline stage returns only the loss
             return outputs
         if isinstance(outputs, tuple):
             return (outputs[0], *outputs[2:])
@@ -85,11 +85,11 @@ def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[...
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """The loss of a forward in progress, between the head and the loss function.
+    """The loss of the current forward, passed from the head to the loss function.
 
     Attributes:
-        targets: (B, T) int64, the token to predict at each place; None: no such forward runs.
-        total: the sum over counted tokens, once the head has run.
+        targets: (B, T) int64, the token to predict at each position; None outside such a forward.
+        total: loss sum over counted tokens, once the head has run.
     """
 
     head: nn.Linear
@@ -109,7 +109,7 @@ class _Pending:
         self.targets, self.total = shifted, None
 
     def on_head(self, hidden: Tensor) -> Tensor:
-        """Run in the place of the head's forward: its weight is at hand only inside of it."""
+        """Replace the head's forward, inside which alone its weight is available."""
         if self.targets is None:
             logits: Tensor = self.head_forward(hidden)
             return logits
@@ -127,10 +127,10 @@ class _Pending:
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
         )
-        return hidden  # what the loss function gets, and nobody else
+        return hidden  # only the loss function receives it
 
     def on_loss(self, logits: Any = None, labels: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Run in the place of the loss function: divide the head's sum."""
+        """Replace the loss function: divide the head's sum."""
         if self.targets is None:
             return self.loss_function(logits, labels, *args, **kwargs)
         assert self.total is not None, "the head runs before the loss, as its source says"
@@ -141,10 +141,10 @@ class _Pending:
 
 
 def _usual_head(model: Any) -> nn.Linear:
-    """Return the head whose logits go into the loss and nowhere else.
+    """Return the head, whose logits are used only for the loss.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no such head.
     """
     head_name = head_attribute(type(model))
     head = getattr(model, head_name, None)
@@ -162,10 +162,10 @@ def _unusual(kind: type, why: str) -> ModelError:
 
 
 def head_attribute(kind: type) -> str:
-    """Read from the source of a model's forward which attribute makes the logits of the loss.
+    """Return the attribute that computes the loss's logits, found in the source of the forward.
 
     Raises:
-        ModelError: its forward does more with its logits.
+        ModelError: the forward uses its logits for more than the loss.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))  # type: ignore[attr-defined]
     losses: list[Any] = [node for node in ast.walk(tree) if _is_call_of_self(node, "loss_function")]
@@ -190,7 +190,7 @@ def head_attribute(kind: type) -> str:
 
 
 def _is_call_of_self(node: Any, attribute: str | None = None) -> bool:
-    """Whether it is `self.<attribute>(…)`."""
+    """Return True if the node is `self.<attribute>(…)`."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -201,7 +201,7 @@ def _is_call_of_self(node: Any, attribute: str | None = None) -> bool:
 
 
 def _assigned(tree: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Yield each name that is assigned to, with the value."""
+    """Yield (name, value) of each assignment."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -213,7 +213,7 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _returned(tree: ast.AST, name: str) -> int:
-    """Count the places where the name is handed out as it is: `Output(logits=name)`, or in the
+    """Count the places that return the name unchanged: `Output(logits=name)`, or the
     tuple `(name,) + outputs`."""
     count = 0
     for node in ast.walk(tree):

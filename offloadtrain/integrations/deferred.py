@@ -1,13 +1,13 @@
-"""The weights of a Hugging Face folder, read when the engine asks for them.
+"""The weights of a Hugging Face folder, read on demand by the engine.
 
 [Note: Deferred loading]
-`from_pretrained` of transformers builds a model on the meta device, loads all weights into it, and
-finishes: it ties, initialises what the checkpoint lacks, computes buffers that no checkpoint holds,
-and reports. `DeferredWeights` takes the place of the second part only. It plans where each tensor
-goes, by transformers' own renamings and conversions run on the meta device, and marks what it
-planned as loaded. The finish then is transformers' own, and leaves planned weights on the meta
-device. `fill` reads them, one module at a time, as views of the file's pages: without a conversion
-no copy is made before the engine's own.
+transformers' `from_pretrained` builds a model on the meta device, loads all weights into it, and
+finishes: it ties weights, initialises those that the checkpoint lacks, computes buffers that no
+checkpoint holds, and reports. `DeferredWeights` replaces only the second part. It plans the target
+of each tensor with transformers' own renamings and conversions, run on the meta device, and marks
+planned weights as loaded. transformers then finishes as usual, and leaves planned weights on the
+meta device. `fill` reads them, one module at a time, as views of the file's pages: without a
+conversion the engine's copy is the only one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from offloadtrain.runtime.tensor_parts import is_distributed, keep_part
 _log = logging.getLogger(__name__)
 
 _LISTED = 5
-"""Names that an error lists."""
+"""Number of names in an error message."""
 
 _LOAD_TAKES = ["model", "state_dict", "checkpoint_files", "load_config"]
-"""The first parameters of the method of transformers that is replaced."""
+"""First parameters of the transformers method that is replaced."""
 
 _MAPPED_BYTES = 256 << 20
-"""Bytes read before the files are closed, so that pages that are done with leave the process."""
+"""Bytes read before the files are closed, so that pages already read are unmapped."""
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -46,17 +46,17 @@ _patching = threading.Lock()
 
 
 class CannotDeferError(Exception):
-    """A conversion of weights, or an initialisation, that needs values and not only shapes."""
+    """A conversion of weights, or an initialisation, needs values and not only shapes."""
 
 
 @dataclass(slots=True)
 class _Recipe:
-    """Makes one or more tensors of the model from those of a checkpoint.
+    """Makes one or more tensors of the model from tensors of a checkpoint.
 
     Attributes:
-        target: name in the model; of the first, where it makes several.
-        transform: a `WeightTransform` of transformers, which has collected nothing.
-        sources: (pattern of the transform, name in the checkpoint).
+        target: name in the model; if it makes several, of the first.
+        transform: a `WeightTransform` of transformers that has collected nothing yet.
+        sources: pairs (pattern of the transform, name in the checkpoint).
     """
 
     target: str
@@ -79,39 +79,39 @@ class DeferredWeights:
         self._files: SafetensorsFiles
         self._model: Any = None
         self._recipes: dict[str, _Recipe] = {}
-        """Name in the model → what makes it."""
+        """Name in the model → the recipe that makes it."""
         self._made: dict[str, Tensor] = {}
-        """Made together with others, and not asked for yet."""
+        """Tensors that were made together with another one, and not requested yet."""
         self._dtypes: dict[str, torch.dtype] = {}
-        """Of buffers that the model keeps in another dtype."""
+        """Name of a tensor → dtype, if the model stores it in a fixed dtype."""
         self._params: dict[nn.Parameter, str] = {}
         self._buffers: dict[tuple[nn.Module, str], str] = {}
 
     @property
     def dtype(self) -> torch.dtype | str:
-        """The dtype in which transformers loads the files without rounding, where they could not
+        """The dtype with which transformers loads the files without rounding, if they cannot
         be planned."""
         wide = any(x.dtype == torch.float32 for x in self._files.shapes.values())
         return torch.float32 if wide else "auto"
 
     def plan(self, load: Callable[[], Any]) -> Any:
-        """Call `from_pretrained` of a class of transformers, and return its model, whose weights
-        are on the meta device until `fill`.
+        """Call `from_pretrained` of a transformers class, and return its model, whose weights
+        stay on the meta device until `fill`.
 
         Raises:
-            CannotDeferError: the model has to be loaded whole.
+            CannotDeferError: the model must be loaded completely.
         """
         with self._replacing_load():
             try:
                 model = load()
-            except NotImplementedError as error:  # torch's, for values of meta tensors
+            except NotImplementedError as error:  # torch: values of a meta tensor were read
                 raise CannotDeferError(str(error)) from error
         self._bind()
         return model
 
     @contextmanager
     def _replacing_load(self) -> Iterator[None]:
-        """Plan, instead of loading, in calls of `from_pretrained` in this thread."""
+        """Plan instead of loading in calls of `from_pretrained` from this thread."""
         from transformers import PreTrainedModel
 
         thread_id, load = threading.get_ident(), _load_of(PreTrainedModel)
@@ -130,11 +130,11 @@ class DeferredWeights:
                 PreTrainedModel._load_pretrained_model = staticmethod(load)
 
     def _bind(self) -> None:
-        """Find the parameters and buffers that are to be filled: all that are on the meta device.
-        Later their names may change.
+        """Find the parameters and buffers to fill: all that are on the meta device. Their names may
+        change later.
 
         Raises:
-            ModelError: for one that has no values.
+            ModelError: a meta tensor has no values in the checkpoint.
         """
         for name, param in self._planned(nn.Module.named_parameters):
             self._params[param] = name
@@ -142,7 +142,7 @@ class DeferredWeights:
         for name, _ in buffers:
             path, _, key = name.rpartition(".")
             self._buffers[self._model.get_submodule(path), key] = name
-        # A model may make a tensor off the meta device; the engine does not ask for its values.
+        # A model may create tensors off the meta device, which the engine does not request.
         for module in self._model.modules():
             self._fill(module, lambda tensor: not tensor.is_meta)
         known = {*self._params, *(buffer for _, buffer in buffers)}
@@ -151,18 +151,18 @@ class DeferredWeights:
                 raise ModelError(f"'{name}' is on the meta device, and there are no values for it")
 
     def follow(self) -> None:
-        """Parameters of the model were replaced by DTensors: fill these, with this rank's part."""
+        """Fill the DTensors that have replaced parameters of the model, with this rank's part."""
         names = set(self._params.values())
         named = self._model.named_parameters(remove_duplicate=False)
         self._params = {param: name for name, param in named if name in names}
 
     def fill(self, module: nn.Module) -> None:
-        """Give a module's own planned parameters and buffers their values; see `param_init_fn`."""
+        """Fill a module's own planned parameters and buffers; a `param_init_fn`."""
         self._fill(module, lambda tensor: True)
 
     def fill_all(self) -> None:
-        """Replace all planned parameters by ones that have values, in the dtypes that transformers
-        loads the model in."""
+        """Replace all planned parameters by parameters with values, in the dtypes in which
+        transformers loads the model."""
         filled: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._model.modules():
             for key, param in module.named_parameters(recurse=False):
@@ -190,13 +190,14 @@ class DeferredWeights:
                 module._buffers[key] = self._take(name).to(dtype, copy=True)
 
     def close(self, *, partly: bool = False) -> None:
-        """Raises ModelError if a planned weight was never asked for; `partly`: others hold some."""
+        """Raise ModelError if a planned weight was not requested; `partly`: other ranks hold
+        some."""
         if self._params and not partly:
             raise ModelError(f"the engine did not ask for {_some(list(self._params.values()))}")
         del self._files, self._model
 
     def _planned(self, of: Callable[..., Iterator[tuple[str, Any]]]) -> list[tuple[str, Any]]:
-        """List what is planned, ties under the planned name."""
+        """Return planned tensors by name; tied tensors have the planned name."""
         planned = of(self._model, remove_duplicate=False)
         return [(name, tensor) for name, tensor in planned if name in self._recipes]
 
@@ -207,10 +208,10 @@ class DeferredWeights:
         return self._made.pop(name)
 
     def _plan(self, model: Any, files: Sequence[str], conversions: Sequence[Any]) -> Any:
-        """Plan what makes each tensor of the model, and return transformers' record of it.
+        """Plan the recipe of each tensor of the model; return transformers' record of loading.
 
         Raises:
-            ModelError: shapes differ, or the checkpoint is another model's.
+            ModelError: shapes differ, or the checkpoint is of another model.
             CannotDeferError: a conversion needs values.
         """
         from transformers.utils.loading_report import LoadStateDictInfo
@@ -231,9 +232,9 @@ class DeferredWeights:
         self._untie(model)
         _check_share(model, expected, self._recipes, self._files.shapes)
         for name in self._recipes:
-            # transformers initialises what has no such mark.
+            # transformers initialises tensors without this mark.
             model.get_parameter_or_buffer(name)._is_hf_initialized = True
-        # `save_pretrained` reverts these.
+        # `save_pretrained` reverts these conversions.
         model._weight_conversions = [
             conversion for conversion in conversions if conversion.was_used()
         ]
@@ -249,13 +250,13 @@ class DeferredWeights:
     def _shapes_of(self, recipe: _Recipe) -> dict[str, Tensor]:
         try:
             return recipe.make(self._files.shapes.__getitem__, self._model)
-        # Whatever it is: transformers raises it again, or does what cannot be done on meta tensors.
+        # Any error: transformers raises it again while loading, or it is a limit of meta tensors.
         except Exception as error:
             raise CannotDeferError(f"{recipe.target}: {error}") from error
 
     def _untie(self, model: Any) -> None:
-        """Of two tied names that the checkpoint both has: equal ones are loaded once, others are
-        not tied."""
+        """For two tied names that are both in the checkpoint: equal tensors are loaded once, and
+        different ones are untied."""
         for name, source in list(model.all_tied_weights_keys.items()):
             if name not in self._recipes or source not in self._recipes:
                 continue
@@ -272,10 +273,10 @@ class DeferredWeights:
 
 
 def _load_of(model: Any) -> Callable[..., Any]:
-    """Return what `plan` takes the place of: transformers has no public hook there.
+    """Return the method that `plan` replaces; transformers has no public hook there.
 
     Raises:
-        ModelError: this version of transformers loads in another way.
+        ModelError: this version of transformers loads differently.
     """
     load: Callable[..., Any] | None = getattr(model, "_load_pretrained_model", None)
     if load is not None and [*signature(load).parameters][: len(_LOAD_TAKES)] == _LOAD_TAKES:
@@ -288,10 +289,10 @@ def _load_of(model: Any) -> Callable[..., Any]:
 
 
 def fixed_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Return the dtype of each name that one of a model's patterns keeps in a dtype of its own.
+    """Return name → dtype for names that match a pattern with a fixed dtype.
 
     Args:
-        plan: of `PreTrainedModel._get_dtype_plan`.
+        plan: result of `PreTrainedModel._get_dtype_plan`: pattern → dtype.
     """
     from transformers.core_model_loading import build_glob_alternation
 
@@ -308,9 +309,9 @@ def _recipes(
     names: Sequence[str] | Mapping[str, Tensor],
     conversions: Sequence[Any],
 ) -> tuple[list[_Recipe], set[str]]:
-    """Plan from names alone; returns recipes, and the names that the model does not have.
+    """Plan from names alone; return recipes, and the names that the model does not have.
 
-    The order and the rules of `convert_and_load_state_dict_in_model` of transformers.
+    Follows the order and rules of transformers' `convert_and_load_state_dict_in_model`.
     """
     from transformers.core_model_loading import (
         WeightConverter,
@@ -368,7 +369,7 @@ def _check_share(
     planned: Mapping[str, Any],
     names: Mapping[str, Tensor],
 ) -> None:
-    """Raises ModelError where most of the model would be random: that is no missing head."""
+    """Raise ModelError if most of the model would be random, which is more than a missing head."""
     tied = model.all_tied_weights_keys
     sizes = {name: x.numel() for name, x in expected.items() if isinstance(x, Tensor)}
     missing = [name for name in sizes if name not in planned and name not in tied]
@@ -386,14 +387,14 @@ def _some(names: Sequence[str]) -> str:
 
 
 class SafetensorsFiles:
-    """The tensors of some safetensors files, as views of their pages."""
+    """The tensors of several safetensors files, as views of mapped pages."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._open: dict[str, Any] = {}
         self._read_bytes = 0
         self._file_of: dict[str, str] = {}
         self.shapes: dict[str, Tensor] = {}
-        """Name → a meta tensor."""
+        """Name → meta tensor with its shape and dtype."""
         for file in files:
             for name in self._opened(file).keys():
                 self._file_of[name] = file
@@ -401,7 +402,7 @@ class SafetensorsFiles:
         self._open.clear()
 
     def tensor(self, name: str) -> Tensor:
-        """View a tensor's pages, which stay mapped as long as the view lives."""
+        """Return a view of a tensor's pages, which stay mapped while the view is alive."""
         if self._read_bytes > _MAPPED_BYTES:
             self._open.clear()
             self._read_bytes = 0

@@ -1,7 +1,7 @@
-"""A Hugging Face folder from a model's weights, one shard at a time.
+"""Writes a Hugging Face folder from a model's weights, one shard at a time.
 
-Names and shapes are planned on the meta device first: transformers' own `revert_weight_conversion`
-says what the checkpoint's tensors are called, and which of the model's it needs for each.
+Names and shapes are planned on the meta device first: transformers' `revert_weight_conversion`
+gives the names of the checkpoint's tensors, and the model's tensors that each one needs.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _TOKENIZER_FILES = (
     "*processor*.json",
     "*.spm",
 )
-"""Patterns of the files that tokenizers, image and feature processors are loaded from."""
+"""Patterns of files from which tokenizers, image and feature processors are loaded."""
 
 
 CHECKSUMS = "SHA256SUMS"
-"""The file that `sha256sum -c` reads."""
+"""Name of the checksum file, in the format of `sha256sum -c`."""
 
 
 def require_new(folder: Path) -> None:
-    """Raises FileExistsError if `folder` is there and not empty."""
+    """Raise FileExistsError if `folder` exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(
             f"'{folder}' exists and is not empty: name a new folder, or remove it"
@@ -60,18 +60,18 @@ def require_new(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder beside `folder` to write into, which takes its name at the end, with the
-    checksums of its files.
+    """Yield a temporary folder in the same parent, which is renamed to `folder` at the end, with
+    the checksums of its files.
 
     Raises:
-        FileExistsError: `folder` exists and is not empty; nothing in it is touched.
+        FileExistsError: `folder` exists and is not empty; it stays unchanged.
     """
     require_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield temporary
-        # Readable as the user's files are, and durable.
+        # Same permissions as the user's other files, and durable.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o777 & ~mask)
@@ -88,7 +88,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the file that `sha256sum -c` reads, with a line for each other file of the folder."""
+    """Write the checksum file for `sha256sum -c`, with a line for each other file of the folder."""
     lines = [
         f"{sha256(path)}  {path.relative_to(folder)}\n"
         for path in sorted(folder.rglob("*"))
@@ -105,12 +105,12 @@ def sha256(path: Path) -> str:
 def model_weights(
     model: Any, weights: Named, buffers: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Named:
-    """Yield what a checkpoint holds, under the model's names: parameters in `dtype`, but for
-    integers and for what the model keeps in fp32; tied ones once; persistent buffers as they are.
+    """Yield the tensors of a checkpoint by the model's names: parameters in `dtype`, except
+    integers and those that the model stores in fp32; tied ones once; persistent buffers unchanged.
 
     Args:
         weights: parameters in any dtype, by their first names.
-        buffers: all of the model's, by name.
+        buffers: all buffers of the model, by name.
     """
     names = _saved_names(model)
     dtypes = fixed_dtypes(names.values(), model._get_dtype_plan(dtype))
@@ -125,7 +125,7 @@ def model_weights(
 
 
 def _saved_names(model: Any) -> dict[str, str]:
-    """Return first name of a parameter → the one that it is saved under, of all that are saved."""
+    """Return first name of a parameter → name under which it is saved, for all saved ones."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -140,11 +140,11 @@ def _ignored(model: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reversion:
-    """The conversion of the model's tensors to those of a published checkpoint.
+    """Converts the model's tensors to those of a published checkpoint.
 
     Attributes:
-        renamed: name in the model → in the checkpoint, of those that are not converted.
-        together: name in the model → names of all that are converted with it.
+        renamed: name in the model → name in the checkpoint, for tensors that are only renamed.
+        together: name in the model → names of all tensors converted together with it.
     """
 
     model: Any
@@ -153,7 +153,7 @@ class _Reversion:
 
     @classmethod
     def of(cls, model: Any, shapes: Mapping[str, Tensor]) -> _Reversion:
-        """`shapes`: name in the model → meta tensor."""
+        """Plan the conversion; `shapes`: name in the model → meta tensor."""
         expected = _revert(model, shapes)
         name_of = {id(x): name for name, x in shapes.items()}
         renamed = {name_of[id(x)]: name for name, x in expected.items() if id(x) in name_of}
@@ -162,12 +162,12 @@ class _Reversion:
         made = [_revert(model, {name: shapes[name] for name in group}) for group in groups]
         reverted = {name: x.shape for tensors in made for name, x in tensors.items()}
         if reverted != {n: x.shape for n, x in expected.items() if id(x) not in name_of}:
-            groups = [tuple(rest)]  # a conversion that needs what it does not name
+            groups = [tuple(rest)]  # a conversion needs tensors that it does not name
         together = {name: group for group in groups for name in group}
         return cls(model, renamed, together)
 
     def __call__(self, weights: Named) -> Named:
-        """Yield the checkpoint's tensors; holds those that wait for others of their group."""
+        """Yield the checkpoint's tensors; buffers tensors until their group is complete."""
         waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, value in weights:
             if name in self.renamed:
@@ -188,7 +188,7 @@ def _revert(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group the names that one conversion takes together."""
+    """Return groups of names; one conversion takes all names of a group."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, apply_converters
 
@@ -213,9 +213,9 @@ def write_weights(
     dtype: torch.dtype,
     max_shard_size: int | str,
 ) -> None:
-    """Write all shards and their index. Holds one shard of host memory.
+    """Write all shards and their index. Uses host memory for one shard.
 
-    `model`: of which only names and shapes are used: it may be on the meta device.
+    `model`: only names and shapes are used, so it may be on the meta device.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -242,7 +242,7 @@ def write_weights(
 
 
 def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
-    """Raises OSError where the disk refuses: safetensors has an error of its own for that."""
+    """Save a shard; raise OSError for disk errors, for which safetensors has its own class."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -257,7 +257,7 @@ def _on_meta(tensors: Iterable[tuple[str, Tensor]]) -> Named:
 
 
 def write_configuration(model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Write config.json, the generation's, and the model's code where that is its own."""
+    """Write config.json, the generation configuration, and the model's remote code, if any."""
     from transformers.dynamic_module_utils import custom_object_save
 
     config = copy.deepcopy(model.config)
@@ -273,7 +273,7 @@ def write_configuration(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def write_tokenizer(source: Path | None, folder: Path, tokenizer: Any) -> None:
-    """Save the tokenizer or processor that is given, or copy the files of the one in `source`."""
+    """Save the tokenizer or processor `tokenizer`, or copy the tokenizer files in `source`."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         return

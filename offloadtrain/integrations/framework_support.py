@@ -1,7 +1,7 @@
-"""What jobs and the integrations of the Trainer, Accelerate and Lightning share.
+"""Shared code of jobs and of the integrations of the Trainer, Accelerate and Lightning.
 
-Options of `offload` that a framework's own arguments determine, weights as frameworks save them,
-and callbacks that read weights.
+It merges options of `offload` with a framework's arguments, and returns weights in the form in
+which frameworks save them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.optim import AnyRule
 
 Options = Mapping[str, Any] | OffloadConfig
-"""Of `offload`, by name, or in one object."""
+"""Options of `offload`, by name or as one object."""
 
 Dtypes = Mapping[nn.Parameter, torch.dtype]
 
 
 def merged(options: Options, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the options together with those that the framework determines.
+    """Return the options combined with those that the framework determines.
 
     Args:
         settings: option → the value that the framework determines.
@@ -61,10 +61,10 @@ def liger_problem(device: torch.device) -> str:
 
 
 def precision_of(mixed: str, model: nn.Module) -> str:
-    """Return the precision for a framework's mixed precision: "no" keeps that of the model.
+    """Return the precision for a framework's mixed precision; "no" means that of the model.
 
     Raises:
-        ValueError: for another one than "no", "bf16" and "fp16".
+        ValueError: it is not "no", "bf16" or "fp16".
     """
     if mixed in ("bf16", "fp16"):
         return mixed
@@ -90,11 +90,11 @@ def offload_for(
         more: further arguments of `offloadtrain.offload`.
 
     Returns:
-        The optimizer, and the dtypes of the parameters before, for `state_dict_of`.
+        (optimizer, dtypes of the parameters before offloading, for `state_dict_of`).
 
     Raises:
         ValueError: an option contradicts a setting.
-        whatever `offloadtrain.offload` raises.
+        other errors: as in `offloadtrain.offload`.
     """
     chosen, dtypes = merged(options, settings, source), {p: p.dtype for p in model.parameters()}
     return offload(model, rule, **chosen, **more), dtypes
@@ -103,11 +103,11 @@ def offload_for(
 def state_dict_of(
     model: nn.Module, optimizer: OffloadOptimizer, original: Dtypes | None = None
 ) -> dict[str, Tensor]:
-    """Return the model's state dict on the host; all ranks call it, which gather shards.
+    """Return the model's state dict on the host. All ranks must call it, since it gathers shards.
 
     Args:
-        original: the dtypes of the parameters before they were offloaded: where that is fp32, the
-            masters stand in place of 16-bit weights. They are views of "fp32" state of one rank,
+        original: the parameters' dtypes before offloading; for fp32 parameters, the masters
+            are returned instead of 16-bit weights. They are views of "fp32" state on a single rank,
             otherwise copies of 4 bytes per parameter.
     """
     ranks = optimizer.ranks
@@ -130,13 +130,13 @@ def state_dict_of(
 
 
 def _masters(optimizer: OffloadOptimizer, wide: set[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Return the fp32 masters of these parameters that are trained."""
+    """Return the fp32 masters of those parameters that are trained."""
     params = dict(optimizer.model.named_parameters())
     state = {param: optimizer.state.get(param, {}) for param in params.values()}
     masters = {
         param: entry["master"]
         for param, entry in state.items()
-        # Unless a parameter was written after it was frozen.
+        # Except a parameter that was frozen and then overwritten.
         if "master" in entry
         and (param.requires_grad or torch.equal(entry["master"].to(param), param))
     }

@@ -1,12 +1,12 @@
-"""The Trainer of transformers, and the trainers that derive from it, over offloaded models.
+"""The Trainer of transformers, and trainers derived from it, with offloaded models.
 
     from offloadtrain.integrations.hf import OffloadTrainer as Trainer
 
     class Tuner(OffloadMixin, SFTTrainer):       # any trainer of TRL
         offload = {"working": "host"}
 
-The model is offloaded when the trainer makes its optimizer: after PEFT has wrapped it. What
-`TrainingArguments` determine is taken from there; docs/frameworks.md lists it.
+The model is offloaded when the trainer creates its optimizer, after PEFT has wrapped it.
+`TrainingArguments` determine some options; docs/frameworks.md lists them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadMixin(Trainer):  # type: ignore[misc]
-    """Stands before a trainer's class: `class Tuner(OffloadMixin, SFTTrainer)`.
+    """Mixin for trainer classes: `class Tuner(OffloadMixin, SFTTrainer)`.
 
     Attributes:
-        offload: options of `offloadtrain.offload`, set in the class or given as `offload=…`.
-        chunked_loss: the loss of a causal language model is computed in parts of the vocabulary, in
-            training; see `integrations.chunked_loss`. Set in the class or given. TRL's SFTTrainer
-            does so by itself.
+        offload: options of `offloadtrain.offload`, as a class attribute or the argument
+            `offload=…`.
+        chunked_loss: compute the loss of a causal language model in parts of the vocabulary in
+            training; see `integrations.chunked_loss`. A class attribute or an argument. TRL's
+            SFTTrainer does so by itself.
     """
 
     optimizer: Any
@@ -54,7 +55,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     _original_dtypes: Dtypes | None = None
     _driven: OffloadOptimizer | None = None
     _given_optimizer: torch.optim.Optimizer | None = None
-    """A torch optimizer that the trainer was given; its translation trains."""
+    """A torch optimizer that was passed to the trainer; it is translated to an update rule."""
     _warned_of_reason = False
 
     def __init__(
@@ -69,13 +70,13 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         if chunked_loss is not None:
             self.chunked_loss = chunked_loss
         super().__init__(*args, **kwargs)
-        # What cannot be translated is refused here, before anything is loaded or moved.
+        # Translate now, so that an unsupported optimizer is refused before anything is loaded.
         if not isinstance(self.optimizer, OffloadOptimizer):
             self._given_optimizer = self.optimizer
             self._rule_and_groups([nn.Parameter(torch.zeros(1))])
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""
+        """Refuse unsupported arguments; `Trainer.__init__` calls this first."""
         refuse_arguments(self.args, chunked_loss=self.chunked_loss)
         for name, precision in (("fp16_full_eval", "fp16"), ("bf16_full_eval", "bf16")):
             if getattr(self.args, name):
@@ -83,7 +84,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                     _log.warning(
                         "%s = True: evaluation has the weights and the precision of training", name
                     )
-                setattr(self.args, name, False)  # transformers would cast the model for good
+                setattr(self.args, name, False)  # transformers would cast the model permanently
         if self.args.n_gpu > 1:
             _log.warning(
                 "%d GPUs and one process: it trains on the first; torchrun starts one per GPU",
@@ -94,10 +95,10 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         accelerate.check(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: as a whole it may not fit there."""
+        """Do nothing: the complete model may not fit on the device."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> OffloadOptimizer:
-        """Offload the model, once. Another trainer's optimizer of the same model is closed.
+        """Offload the model, once. Closes another trainer's optimizer of the same model.
 
         Raises:
             ValueError: options contradict the arguments, or each other.
@@ -140,7 +141,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         return self._driven
 
     def _check_loss(self) -> None:
-        """Raises ValueError where the trainer takes the labels away, and whole logits with them."""
+        """Raise ValueError if the trainer computes the loss itself, from full logits."""
         for what in ("label_smoother", "compute_loss_func"):
             if getattr(self, what) is not None:
                 raise ValueError(
@@ -150,8 +151,8 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 )
 
     def _check_user_optimizer(self, optimizer: Any) -> None:
-        """Raises ValueError for options beside an optimizer that has its own; says what else of the
-        arguments it does not follow."""
+        """Raise ValueError if options are set although the given optimizer has its own; warn of
+        arguments that it does not follow."""
         if self.offload:
             raise ValueError(
                 f"offload = {self.offload} beside optimizers = (…), which was made with "
@@ -187,11 +188,11 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         return optimizer
 
     def _rule_and_groups(self, groups: list[Any]) -> tuple[AnyRule, list[Any]]:
-        """Return the update rule, and the parameter groups: those given, unless an optimizer that
-        the trainer was given has its own.
+        """Return (update rule, parameter groups): the given groups, unless an optimizer that was
+        passed to the trainer has its own.
 
         Raises:
-            TypeError, ValueError: it cannot be translated.
+            TypeError, ValueError: the optimizer cannot be translated.
         """
         if self._given_optimizer is not None:
             return torch_optimizers.translated(self._given_optimizer, "optimizers")
@@ -204,7 +205,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         return kind(**hyperparameters), groups
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """As `Trainer.create_optimizer` makes them."""
+        """Return the parameter groups of `Trainer.create_optimizer`."""
         names = set(self.get_decay_parameter_names(model))
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         decay = [param for name, param in named if name in names]
@@ -219,7 +220,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         return self.optimizer.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
-        """What `_clip_grad_norm` returned; otherwise the norm is known in `step()`."""
+        """Return the norm from `_clip_grad_norm`; without it, the norm is known after `step()`."""
         return grad_norm
 
     def _maybe_log_save_evaluate(
@@ -230,25 +231,26 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Before training as well, a model that does not fit the device is evaluated streamed."""
+        """Offload first even before training, so that a model larger than the device is
+        streamed."""
         current = optimizer_of(self.model)
-        # Another trainer's optimizer goes on training the model, and evaluates it as well.
+        # Another trainer's optimizer still trains this model; it is used for evaluation as well.
         if current is self.optimizer or not _is_driven(current):
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save weights in the dtype that they were given in: the masters where that is fp32."""
+        """Save weights in their original dtype: the masters if that is fp32."""
         if state_dict is not None or self._driven is None:
             super()._save(output_dir, state_dict)
             return
         weights = state_dict_of(self.model, self._driven, self._original_dtypes)
         floating = (x.dtype for x in weights.values() if x.is_floating_point())
         widest = max(floating, key=lambda dtype: dtype.itemsize)
-        super()._save(output_dir, weights)  # consumes them
+        super()._save(output_dir, weights)  # clears the dict
         config = Path(output_dir or self.args.output_dir) / "config.json"
         if self.args.should_save and config.exists():
-            # It names the dtype of the model in memory: make it that of the weights beside it.
+            # It has the dtype of the model in memory; set that of the saved weights.
             named = json.loads(config.read_text())
             named["dtype"] = str(widest).removeprefix("torch.")
             config.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n")
@@ -269,7 +271,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load this rank's state; or that of a plain Trainer's optimizer."""
+        """Load this rank's state, or that of a plain Trainer's optimizer."""
         if checkpoint is None or not checkpoint_files.load_for_trainer(
             self.create_optimizer(), checkpoint
         ):
@@ -285,7 +287,7 @@ class OffloadTrainer(OffloadMixin):
 
 
 def _is_driven(optimizer: OffloadOptimizer | None) -> bool:
-    """Tell whether a trainer has made or taken this optimizer."""
+    """Return True if a trainer has created or adopted this optimizer."""
     return optimizer is not None and optimizer._prepared
 
 
@@ -299,11 +301,11 @@ _REFUSED: dict[str, str] = {
     "optim_args": "the arguments of another optimizer",
     "optim_target_modules": "the arguments of another optimizer",
 }
-"""Argument → why any value but its default cannot be honoured."""
+"""Argument → why values other than its default are not supported."""
 
 
 def refuse_arguments(args: Any, *, chunked_loss: bool = False) -> None:
-    """Raises ValueError, with a line for each argument that cannot be honoured."""
+    """Raise ValueError with a line for each unsupported argument."""
     problems = [
         f"{name} = {getattr(args, name)!r}: {why}"
         for name, why in _REFUSED.items()
@@ -354,7 +356,7 @@ def options_of(args: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def rule_of(args: Any) -> UpdateRule:
-    """Return the update rule of `optim`. Weight decay is that of the parameter groups."""
+    """Return the update rule for `optim`; weight decay is set in the parameter groups."""
     return _RULES[_name(args.optim)](args)
 
 

@@ -1,4 +1,4 @@
-"""`model.hf` of a job: what the model is made of, and the model itself."""
+"""`model.hf` of a job: describes the model, and builds it."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
 def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfModel:
-    """Return the model with its parts, from its class on the meta device.
+    """Return the model with the sizes of its parts, determined on the meta device.
 
     Args:
-        ranks: how the model is divided among them.
-        layers: of the model, by its config.json.
+        ranks: how the ranks divide the model.
+        layers: number of layers according to its config.json.
 
     Raises:
         ConfigError: transformers is not installed, or has no causal language model of this kind, or
-            it cannot be divided so.
+            the model cannot be divided this way.
     """
     model = described_model(hf)
     dims: dict[str, int] = {}
@@ -89,7 +89,7 @@ def described_model(hf: HfModel) -> Any:
 
 
 def _config(name: str) -> Any:
-    """Return the configuration of a model as it is trained: quantized weights are not."""
+    """Return the configuration of a model for training, without quantization."""
     transformers = transformers_package("model.hf, to count its parameters too,")
     with reading(Path(name)):
         values = config_of_name(name)
@@ -104,7 +104,7 @@ def _config(name: str) -> Any:
 
 
 def config_of(values: Mapping[str, Any]) -> Any:
-    """Return the configuration of the values of a config.json."""
+    """Return the configuration object for the values of a config.json."""
     transformers = transformers_package("a model of transformers")
     return transformers.CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
 
@@ -121,7 +121,7 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
         )
     with reading(config.name_or_path), torch.device("meta"), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config)
-    model.tie_weights()  # which is left out with the initial values
+    model.tie_weights()  # `no_init_weights` skips it
     if (count := sum(param.numel() for param in model.parameters())) > MOST_PARAMS:
         raise ConfigError(
             f"model.hf: its config.json describes a model of {count:,} parameters, and at most "
@@ -135,18 +135,18 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
 
 
 def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:
-    """Return the model of a configuration on the host, whose weights are in this dtype and have no
-    values; buffers have."""
+    """Return the model of a configuration on the host. Weights have this dtype and are
+    uninitialized; buffers have values."""
     import transformers
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # else a tied head, which no checkpoint has, would keep unset memory
+    model.tie_weights()  # else a tied head, which no checkpoint has, would stay uninitialized
     if lora is not None:
         model = _with_adapters(model, lora)
     for param in model.parameters():
-        param.data = param.data.to(dtype)  # not `model.to`: buffers keep theirs
+        param.data = param.data.to(dtype)  # not `model.to`, which would cast buffers
     return model
 
 
@@ -176,16 +176,17 @@ def build(
     """Return the model in training mode, with its optimizer.
 
     Weights of a folder are streamed into the engine; random ones are drawn by transformers, in fp32
-    and on the host, before the engine has its own.
+    on the host, before the engine copies them.
 
     Args:
-        seed: of random weights and of adapters.
-        terms: those of a loss in parts; None: whole logits.
+        seed: seed of random weights and of adapters.
+        terms: terms of a chunked loss; None: full logits.
         varlen: attend within documents by variable-length attention.
         mesh: as in `offload`.
 
     Raises:
-        ConfigError, CausalLmError: the model cannot do these; before its weights are read.
+        ConfigError, CausalLmError: the model does not support an option; raised before its weights
+            are read.
     """
     lm, weights = whole_model(hf, seed=seed, terms=terms)
     model = lm.module
@@ -222,7 +223,7 @@ def whole_model(
     refers to the head, which not every rank keeps. The arguments are those of `build`.
 
     Raises:
-        ConfigError, CausalLmError: as `build`.
+        ConfigError, CausalLmError: as in `build`.
     """
     import transformers
 
@@ -242,19 +243,19 @@ def whole_model(
 
 @contextmanager
 def _drawn_by(seed: int) -> Iterator[None]:
-    """Draw weights on the host by this seed, alike on all ranks, and leave the generators of each
-    as they were: dropout is its own."""
+    """Draw weights on the host with this seed, equal on all ranks, and restore the rank's
+    generator, which dropout uses."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not that of a device, which draws none
+        torch.default_generator.manual_seed(seed)  # only the host draws
         yield
 
 
 def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | None) -> None:
-    """Make the matrices of `whole_model` DTensors, of which this rank keeps its part.
+    """Turn the matrices of `whole_model` into DTensors, of which this rank keeps its part.
 
     Args:
-        mesh: its only axis are the ranks that hold the parts.
-        weights: what fills the model; None: it has its weights.
+        mesh: one axis, the tensor parallel ranks.
+        weights: fills the model; None if it has its weights.
     """
     divide(model, mesh)
     if weights is not None:
@@ -262,8 +263,8 @@ def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | Non
 
 
 def check_liger(hf: HfModel, device: torch.device) -> None:
-    """Raises ConfigError if Liger's kernels are asked for and cannot run here, or not for a model
-    of this type, which Liger itself would only note in its log."""
+    """Raise ConfigError if Liger's kernels are requested but cannot run here or for this
+    model type (Liger itself would only log that)."""
     if not hf.use_liger_kernel:
         return
     why, model_type = liger_problem(device), config_of_name(hf.hf).get("model_type")
@@ -277,11 +278,11 @@ def check_liger(hf: HfModel, device: torch.device) -> None:
 
 
 def check_can(hf: HfModel, *, chunked: bool, isolated: bool, varlen: int = 0) -> None:
-    """Raises ConfigError for a model that cannot do these: its loss in parts, documents whose
-    attention does not cross their ends, or variable-length attention within them.
+    """Raise ConfigError if a model does not support a requested feature: chunked loss, attention
+    that does not cross document ends, or variable-length attention.
 
     Args:
-        varlen: tokens per sequence of variable-length attention; 0: none.
+        varlen: tokens per sequence for variable-length attention; 0: not requested.
     """
     if not (chunked or isolated):
         return

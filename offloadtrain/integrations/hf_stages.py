@@ -1,4 +1,4 @@
-"""This rank's stages of a model of transformers, for a job of a pipeline."""
+"""This rank's stages of a transformers model, for a job with a pipeline."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from offloadtrain.parallel.pipeline.language_model import (
 def offload_stages(
     config: Config, num_layers: int, terms: LossTerms | None, mesh: Mesh, device: torch.device
 ) -> PipelinedCausalLm:
-    """Build the job's model without memory, as far as that can be, and offload this rank's stages.
+    """Build the job's model, without memory if possible, and offload this rank's stages.
 
     Args:
-        config: the rank's part of the job; its `stage` is the first of them.
-        num_layers: of the whole model.
-        terms: those of a loss in parts; None: whole logits.
+        config: the rank's part of the job; its `stage` is the first of the rank's stages.
+        num_layers: layers of the complete model.
+        terms: terms of a chunked loss; None: full logits.
     """
     assert config.hf is not None
     lm, weights = hf_job.whole_model(config.hf, seed=config.train.seed, terms=terms)

@@ -1,5 +1,5 @@
-"""The trace of a microbatch of `model.hf`: of the whole model, of a part of its matrices, or of a
-stage of a pipeline, as one rank computes it."""
+"""Traces a microbatch of `model.hf` as one rank computes it: of the complete model, of its tensor
+parallel part, or of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 
 @dataclass(slots=True)
 class HfTrace:
-    """A `plan.costs.microbatch.Trace` of the job's model, with a tracer for each stage of a
-    pipeline.
+    """A `plan.costs.microbatch.Trace` of the job's model, with one tracer per pipeline
+    stage.
 
     Attributes:
-        job: the rank's part of it; `micro_batch` is the size that was asked for.
+        job: the rank's part of the job; `micro_batch` is the planned size.
     """
 
     job: Config
@@ -40,8 +40,8 @@ class HfTrace:
     _of_stage: dict[Stage | None, Tracer] = field(default_factory=dict)
 
     def __call__(self, config: Config) -> TracedStep:
-        """Return what a microbatch of this job takes; raises as `trace_step`."""
-        stage = config.stage  # stages of other numbers of layers are others
+        """Return the cost of a microbatch of this job; raises what `trace_step` raises."""
+        stage = config.stage  # includes its number of layers
         if stage not in self._of_stage:
             self._of_stage[stage] = self._tracer(stage, config.ranks.given_layers)
         return self._of_stage[stage](config)
@@ -61,8 +61,8 @@ class HfTrace:
 
 
 def _inputs(config: Config) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return tokens, targets and positions without values. Each its own: what is saved of one
-    memory is saved once."""
+    """Return tokens, targets and positions without values. Separate tensors, since tensors that
+    share memory would be saved once."""
     size = (config.train.micro_batch, config.data.seq_len)
     tokens, targets, places = (torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3))
     return tokens, targets, places if config.data.packing == "isolated" else None
@@ -73,7 +73,7 @@ def _chunk(model: Any, config: Config) -> None:
 
 
 def _loss(model: Any, config: Config) -> Tensor:
-    """The loss that the job will train with."""
+    """Return the loss with which the job will train."""
     chunked = not config.makes_logits
     if chunked:
         try:
@@ -81,15 +81,15 @@ def _loss(model: Any, config: Config) -> Tensor:
         except ModelError:
             if config.train.chunked_loss:
                 raise
-            chunked = False  # Liger's loss; its memory is planned as that of the model's own
+            chunked = False  # Liger's loss; its memory is planned as the model's own loss
     tokens, targets, places = _inputs(config)
     return CausalLm.of(model, chunked=chunked).loss(tokens, targets, positions_BT=places)
 
 
 def _loss_of_stage(model: Any, config: Config) -> Tensor:
-    """The same of a stage, as `parallel.pipeline.language_model` calls it: of one without the head
-    the sum of its hidden states, whose gradients are those that the next stage sends, of no size to
-    speak of."""
+    """Return the loss of a stage, as `parallel.pipeline.language_model` computes it. Without the
+    head, return the sum of its hidden states, whose gradients stand for those that the next stage
+    sends and take no memory."""
     tokens, targets, places = _inputs(config)
     stage, train, inputs = config.stage, config.train, tokens
     assert stage is not None

@@ -5,8 +5,8 @@
     def configure_optimizers(self):             # of the LightningModule
         return self.trainer.strategy.offload(ot.AdamW(lr=3e-4))
 
-Precision, `accumulate_grad_batches` and `gradient_clip_val` are the Trainer's. Beside each
-checkpoint NAME.ckpt lies a folder NAME.ckpt.offload with the optimizer's state, a file per rank.
+Precision, `accumulate_grad_batches` and `gradient_clip_val` are set in the Trainer. Next to each
+checkpoint NAME.ckpt is a folder NAME.ckpt.offload with the optimizer's state, one file per rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offloadtrain.integrations.framework_support import (
 from offloadtrain.optim import AnyRule
 
 _MIXED = {"32-true": "no", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
-"""Precision of a Trainer → mixed precision."""
+"""Precision of a Trainer → mixed precision of `precision_of`."""
 
 
 class EnginePrecision(Precision):  # type: ignore[misc]
@@ -46,7 +46,7 @@ class EnginePrecision(Precision):  # type: ignore[misc]
             self.engine.backward(tensor, divide=False)
         else:
             model.backward(tensor, *args, **kw)
-            # The next forward may be of a part of the module, which tells the engine nothing.
+            # The next forward may run only a part of the module, which does not notify the engine.
             self.engine.end_micro_step()
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -55,8 +55,8 @@ class EnginePrecision(Precision):  # type: ignore[misc]
 
 
 def _through_hooks(method: str) -> Any:
-    """Return a step of the strategy that calls the module's as its forward, whose hooks are the
-    engine's."""
+    """Return a step of the strategy that calls the module's method as its forward, so that the
+    engine's hooks run."""
 
     def step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
         module = strategy.lightning_module
@@ -73,10 +73,10 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
     _engine: OffloadOptimizer | None = None
     _original_dtypes: Dtypes | None = None
     _loaded = ""
-    """The checkpoint that was read last."""
+    """Path of the checkpoint that was loaded last."""
 
     def __init__(self, **options: Any) -> None:
-        """`options`: of `offloadtrain.offload`."""
+        """`options`: those of `offloadtrain.offload`."""
         self._options = options
         self._casts: Any = EnginePrecision()
         super().__init__()
@@ -87,12 +87,12 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        """Take the name of the precision, and leave the plugin that casts out."""
+        """Take the name of the precision, but ignore the plugin, which would cast."""
         if plugin is not None:
             self._casts.precision = plugin.precision
 
     def offload(self, rule: AnyRule | None = None, *, params: Any = None) -> OffloadOptimizer:
-        """Offload the LightningModule; for its `configure_optimizers`.
+        """Offload the LightningModule; call it in `configure_optimizers`.
 
         Args:
             rule, params: as for `offloadtrain.offload`.
@@ -112,10 +112,10 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
         return engine
 
     def setup(self, trainer: Any) -> None:
-        """Offload in place of a move to the device; a test or a prediction alone moves the model.
+        """Offload instead of moving to the device; for a test or prediction the model is moved.
 
         Raises:
-            ValueError: the Trainer is to do what offloaded models cannot have.
+            ValueError: the Trainer is configured for what offloaded models do not support.
             TypeError: `configure_optimizers` returned another optimizer.
         """
         self.accelerator.setup(trainer)
@@ -124,7 +124,7 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
         if self._layer_sync:
             raise ValueError("sync_batchnorm: each rank keeps the statistics of its own batches")
         if self.world_size == 1:
-            # Lightning would put a sampler that shuffles in place of the loader's own.
+            # Lightning would replace the loader's sampler by one that shuffles.
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
@@ -143,7 +143,7 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
     predict_step = _through_hooks("predict_step")
 
     def _follow_trainer(self) -> None:
-        """Take over the number of microbatches in a step, which callbacks change."""
+        """Read the number of microbatches per step from the Trainer, since callbacks change it."""
         module = self.lightning_module
         if self._engine is not None and module.automatic_optimization:
             self._engine.grad_accum_steps = module.trainer.accumulate_grad_batches
@@ -155,7 +155,7 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
         return state_dict_of(self.lightning_module, self._engine, self._original_dtypes)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the state goes to files of its own."""
+        """Return {}: the state is saved in separate files."""
         return {}
 
     def save_checkpoint(
@@ -180,7 +180,7 @@ class OffloadStrategy(DDPStrategy):  # type: ignore[misc]
         checkpoint_files.load_state(self._engine, _offload_path(self._loaded))
 
     def teardown(self) -> None:
-        """Give the host memory back: the module keeps its working weights."""
+        """Release the host memory; the module keeps its working weights."""
         if self._engine is not None:
             self._engine.close()
             self._engine = self._casts.engine = None

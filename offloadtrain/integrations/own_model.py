@@ -1,4 +1,4 @@
-"""Our own transformer as a class of transformers: which one has its shape, and under what names.
+"""Maps the shipped transformer to a transformers class with its shape, and renames its weights.
 
     rotary, RMSNorm, SwiGLU        Llama; with two or more experts per token Mixtral
     rotary, RMSNorm, GELU          Arcee
@@ -6,7 +6,7 @@
     rotary, LayerNorm, GELU        Starcoder2
     learned, LayerNorm, GELU       GPT-2, without grouped heads
 
-A bias that the class has and the shape lacks is written as zeros. No other shape has a class.
+A bias that the class has and the shape lacks is written as zeros. Other shapes have no class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARTS = {
     "mlp_norm": "post_attention_layernorm",
     "mlp.down": "mlp.down_proj",
 }
-"""Modules of a block that have one counterpart in the classes like Llama."""
+"""Modules of a block with a single counterpart in Llama-like classes."""
 
 _GPT2_PARTS = {
     "attention_norm": "ln_1",
@@ -68,14 +68,14 @@ _GPT2_OUTSIDE = {
 
 
 class NoClassError(InputError):
-    """No class of transformers has the shape of the model."""
+    """No transformers class has the shape of the model."""
 
 
 def class_name(shape: ModelShape) -> str:
-    """Return the name of the family of classes that has this shape.
+    """Return the family name of the transformers classes with this shape.
 
     Raises:
-        NoClassError: naming what no class has.
+        NoClassError: no class has it; the message names the unsupported part.
     """
     parts = f"{shape.positions} positions with {shape.norm} and {shape.mlp}"
     name = _CLASSES.get((shape.positions, shape.norm, shape.mlp))
@@ -111,13 +111,13 @@ def class_name(shape: ModelShape) -> str:
 
 
 def empty_model(shape: ModelShape, *, end_of_document: int | None) -> Any:
-    """Return the model of transformers of this shape, on the meta device.
+    """Return the transformers model of this shape, on the meta device.
 
     Args:
-        end_of_document: the token at which generation stops.
+        end_of_document: token at which generation stops.
 
     Raises:
-        NoClassError: there is none.
+        NoClassError: no class has this shape.
     """
     import transformers
 
@@ -177,7 +177,7 @@ def _gpt2_keys(shape: ModelShape) -> dict[str, Any]:
 
 
 def renamed(shape: ModelShape, weights: Named) -> Named:
-    """Yield the weights of `Transformer` under the names, and in the parts, of the class."""
+    """Yield the weights of `Transformer`, renamed and split as in the transformers class."""
     of_gpt2 = class_name(shape) == "GPT2"
     for name, value in weights:
         parts = _to_gpt2(name, value) if of_gpt2 else _to_llama(shape, name, value)
@@ -187,7 +187,7 @@ def renamed(shape: ModelShape, weights: Named) -> Named:
 
 
 def _zero_bias(shape: ModelShape, name: str, new: str, value: Tensor) -> Named:
-    """Yield the bias beside a weight, where the class has one and the shape does not."""
+    """Yield a zero bias for a weight if the class has a bias and the shape does not."""
     if shape.bias or shape.norm == "rmsnorm" or not name.endswith(".weight"):
         return
     normed = "norm" in name
@@ -200,7 +200,7 @@ def _to_gpt2(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield _GPT2_OUTSIDE[name], value
         return
     number, part, kind = _split(name)
-    # Matrices of GPT-2 lie (in, out).
+    # GPT-2 stores matrices as (in, out).
     turned = value.t() if value.ndim == 2 else value
     yield f"transformer.h.{number}.{_GPT2_PARTS[part]}.{kind}", turned
 
@@ -229,14 +229,15 @@ def _to_llama(shape: ModelShape, name: str, value: Tensor) -> Iterator[tuple[str
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """blocks.3.mlp.up.weight → 3, mlp.up, weight."""
+    """Split blocks.3.mlp.up.weight into (3, mlp.up, weight)."""
     _, number, rest = name.split(".", 2)
     part, _, kind = rest.rpartition(".")
     return number, part, kind
 
 
 def byte_tokenizer() -> Any:
-    """Return a tokenizer of transformers whose tokens are the bytes of UTF-8, as our "bytes"."""
+    """Return a transformers tokenizer whose tokens are UTF-8 bytes, equal to the tokenizer
+    "bytes"."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -251,8 +252,8 @@ def byte_tokenizer() -> Any:
 
 
 def tokenizer_files(name: str) -> tuple[Path | None, Any]:
-    """Return where the files of a tokenizer that `data.tokenizer` knows by this name lie, or a
-    tokenizer to save; both are None where transformers has none."""
+    """Return (folder of the tokenizer's files, tokenizer to save) for a name of `data.tokenizer`;
+    one of them is None, and both are if transformers has no such tokenizer."""
     if name == "bytes":
         return None, byte_tokenizer()
     path = Path(name)

@@ -1,4 +1,4 @@
-"""Hugging Face folders to engines and back."""
+"""Loads Hugging Face folders into engines, and saves engines as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _OURS = {
     "state_dict": "load it into a model of your own, then ot.offload",
     "ignore_mismatched_sizes": "correct the configuration",
 }
-"""Arguments of transformers' `from_pretrained` that have no place here, and what has."""
+"""Unsupported arguments of transformers' `from_pretrained` → what to use instead."""
 
 _sources: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
-"""Models with the folder that they were loaded from."""
+"""Model → folder from which it was loaded."""
 
 _OF_CONFIG = "trust_remote_code revision token cache_dir local_files_only subfolder".split()
-"""Arguments that say which config.json is read."""
+"""Arguments that determine which config.json is read."""
 
 
 def from_pretrained(
@@ -63,27 +63,27 @@ def from_pretrained(
     model_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, OffloadOptimizer]:
-    """Load a Hugging Face model straight into an engine; returns the model and its optimizer.
+    """Load a Hugging Face model directly into an engine; return the model and its optimizer.
 
-    Weights are read from safetensors one module at a time: beside the engine's memory there is
-    never a copy of the model. They are what transformers' own `from_pretrained` gives, and fp32
-    files become fp32 master weights as they are. The model is in eval mode, as transformers returns
+    Weights are read from safetensors one module at a time: besides the engine's memory there is
+    never a copy of the model. They equal those of transformers' own `from_pretrained`, and fp32
+    files become fp32 master weights unchanged. The model is in eval mode, as transformers returns
     it: call `model.train()`.
 
     Args:
         name_or_folder: a folder with config.json and safetensors files, or a name on the Hub.
         rule: see `offload`.
-        auto_class: a class of transformers, or its name: "AutoModelForCausalLM",
-            "AutoModelForSequenceClassification", … Default: the class that config.json names.
-        lora: keys of PEFT's `LoraConfig`: train adapters, over a frozen base in the working dtype.
-        trust_remote_code: run the model's code that the folder or the Hub brings.
+        auto_class: a transformers class, or its name: "AutoModelForCausalLM",
+            "AutoModelForSequenceClassification", … Default: the class in config.json.
+        lora: keys of PEFT's `LoraConfig`: train adapters on a frozen base in the working dtype.
+        trust_remote_code: run model code from the folder or the Hub.
         model_kwargs: further arguments of transformers' `from_pretrained`: attn_implementation,
             num_labels, revision, token, …
-        options: of `offload`. `params` may be a function that gets the model.
+        options: as in `offload`. `params` may be a function of the model.
 
     Raises:
-        ModelError: a checkpoint that is quantized, pickled, damaged, of another shape, or another
-            model's.
+        ModelError: the checkpoint is quantized, pickled, damaged, of another shape, or of another
+            model.
     """
     extra = dict(model_kwargs or {})
     if wrong := [key for key in _OURS if key in extra]:
@@ -98,7 +98,7 @@ def from_pretrained(
             model, weights = _deferred(name, load, DeferredWeights())
         else:
             model, weights = load(), None
-    # The folder that the configuration was read from: of a name, that in the Hub's cache.
+    # Folder of the configuration; for a name, the one in the Hub's cache.
     of_cache = {key: value for key, value in keywords.items() if key in _OF_CONFIG[1:]}
     _sources[model] = Path(cached_file(name, "config.json", **of_cache)).parent
     if adapters is not None:
@@ -115,8 +115,9 @@ def from_pretrained(
 def deferred_model(
     folder: Path, auto_class: str | type | None = None
 ) -> tuple[Any, DeferredWeights | None]:
-    """Return a model whose weights are read as they are asked for, by `fill` of what comes with it;
-    None: it was loaded whole. Raises ModelError as `from_pretrained`."""
+    """Return (model on the meta device, the object whose `fill` reads its weights on demand); None
+    instead of the latter if the model was loaded completely. Raises ModelError as
+    `from_pretrained`."""
     keywords = {"trust_remote_code": False, "local_files_only": True}
     with reading(folder):
         load = _load_of(str(folder), auto_class, keywords)
@@ -129,11 +130,11 @@ def reading(folder: str | Path) -> Iterator[None]:
     others make it raise errors of any class.
 
     Args:
-        folder: or a name on the Hub, which is not checked.
+        folder: a folder, or a name on the Hub, which is not checked.
 
     Raises:
         UnsafeFileError: see `check_folder`.
-        ModelError: it says the class and the message of the error, which is its cause.
+        ModelError: has the class and the message of the original error, which is its cause.
     """
     if os.path.isdir(folder):
         check_folder(folder)
@@ -153,7 +154,7 @@ def reading(folder: str | Path) -> Iterator[None]:
 def _deferred(
     name: str, load: Callable[..., Any], weights: DeferredWeights
 ) -> tuple[Any, DeferredWeights | None]:
-    """Load without weights; or, where that cannot be, whole, and say at what price."""
+    """Load without weights; if that is impossible, load completely, and warn of the cost."""
     try:
         return weights.plan(load), weights
     except CannotDeferError as error:
@@ -175,29 +176,29 @@ def save_pretrained(
     tokenizer: Any = None,
     merge: bool = False,
 ) -> None:
-    """Write what `AutoModel….from_pretrained` loads, with weights from the masters; of a PEFT model
-    its adapters, which `PeftModel.from_pretrained` loads.
+    """Write a folder for `AutoModel….from_pretrained`, with weights from the masters. For a PEFT
+    model, write only its adapters, for `PeftModel.from_pretrained`.
 
-    Written beside `folder` and renamed at the end, so that there is a whole folder or none.
-    Holds one shard of host memory. All ranks must call it; rank 0 writes. Update mode "delayed":
-    the update that waits is in it.
+    Written next to `folder` and renamed at the end, so that the folder is complete or missing.
+    Holds one shard of host memory. All ranks must call it; rank 0 writes. In update mode
+    "delayed", the weights include the pending update.
 
     Args:
-        source: the optimizer, or its model; a model without one is written as it is. An `EMA`:
-            its averages take the place of the masters.
+        source: the optimizer, or its model; a model without one is written unchanged. An `EMA`:
+            its averages are written instead of the masters.
         folder: new or empty.
-        dtype: of the weights: "bf16", "fp16" or "fp32"; default "bf16", and "fp32" of adapters.
-            Integers, buffers, and what the model keeps in fp32 stay so.
+        dtype: dtype of the weights: "bf16", "fp16" or "fp32"; default "bf16", for adapters "fp32".
+            Integers, buffers, and weights that the model stores in fp32 are not cast.
         max_shard_size: bytes, or "5GB".
-        tokenizer: tokenizer or processor to save with it. Default: the files of the one that lies
-            where the model was loaded from.
-        merge: of a PEFT model, write its base with the active adapters merged in, in fp32 and then
-            rounded.
+        tokenizer: tokenizer or processor to save as well. Default: the tokenizer files in the
+            folder from which the model was loaded.
+        merge: for a PEFT model, write its base with the active adapters merged in, computed in fp32
+            and then rounded.
 
     Raises:
-        FileExistsError: `folder` has something in it.
-        ValueError: another dtype.
-        ModelError: a model that is not of transformers, or adapters that cannot be merged.
+        FileExistsError: `folder` is not empty.
+        ValueError: the dtype is unknown.
+        ModelError: the model is not of transformers, or adapters cannot be merged.
     """
     average, source = (source, source.optimizer) if isinstance(source, EMA) else (None, source)
     optimizer = source if isinstance(source, OffloadOptimizer) else optimizer_of(source)
@@ -240,10 +241,10 @@ def save_pretrained(
 
 
 def _on_first_rank(ranks: Ranks, write: Callable[[], None], weights: Named) -> None:
-    """Call `write` on rank 0, while the others take part in the collectives of `weights`.
+    """Call `write` on rank 0, while other ranks take part in the collectives of `weights`.
 
     Raises:
-        RankError: on the others, if rank 0 failed.
+        RankError: on other ranks, if rank 0 failed.
     """
     error: Exception | None = None
     try:
@@ -251,7 +252,7 @@ def _on_first_rank(ranks: Ranks, write: Callable[[], None], weights: Named) -> N
             write()
     except Exception as caught:
         error = caught
-    # All of it, also after an error: the other ranks wait in its collectives.
+    # Consume all weights, also after an error: the other ranks wait in their collectives.
     for _ in weights:
         pass
     failure = ranks.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
@@ -264,10 +265,10 @@ def _on_first_rank(ranks: Ranks, write: Callable[[], None], weights: Named) -> N
 def _load_of(
     name: str, auto_class: str | type | None, keywords: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return what loads the model: `from_pretrained` of its class, with these keywords.
+    """Return the loader of the model: `from_pretrained` of its class with these keywords.
 
     Raises:
-        ModelError: the checkpoint is one that cannot be trained or read.
+        ModelError: the checkpoint cannot be trained or read.
     """
     import transformers
 
@@ -282,7 +283,7 @@ def _load_of(
 
 
 def refuse_quantized(config: Any, name: str) -> None:
-    """Raises ModelError for the configuration of a quantized model."""
+    """Raise ModelError if the configuration is of a quantized model."""
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ModelError(
@@ -293,10 +294,10 @@ def refuse_quantized(config: Any, name: str) -> None:
 
 
 def _check_files(name: str, keywords: Mapping[str, Any]) -> None:
-    """Look at a folder; of a name on the Hub nothing is known here.
+    """Check the files of a folder; a name on the Hub is not checked.
 
     Raises:
-        ModelError: it is not there, or holds no model that can be streamed.
+        ModelError: the folder does not exist, or contains no model that can be streamed.
     """
     folder = Path(name) / str(keywords.get("subfolder", ""))
     if not Path(name).is_dir():
@@ -335,7 +336,7 @@ def _check_files(name: str, keywords: Mapping[str, Any]) -> None:
 
 
 def _named_class(config: Any, name: str) -> Any:
-    """Return the class that config.json names, or the auto class of its remote code."""
+    """Return the class in config.json, or the auto class of its remote code."""
     import transformers
 
     for architecture in getattr(config, "architectures", None) or ():

@@ -1,4 +1,4 @@
-"""Optimizers of torch as update rules: their hyperparameters, their groups and their state."""
+"""Translates torch optimizers to update rules: hyperparameters, groups and state."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _RULES: dict[type[torch.optim.Optimizer], type[Any]] = {
 }
 _REFUSED = ("amsgrad", "maximize")
 _QUANTIZED = "__bnb_optimizer_quant_state__"
-"""Where a state dict of bitsandbytes keeps its tensors; Lion's, of 32 bits, is "state1"."""
+"""Key of bitsandbytes' tensors in its state dict; 32-bit Lion's moment is "state1"."""
 
 
 def translated(optimizer: torch.optim.Optimizer, source: str) -> tuple[AnyRule, list[Any]]:
     """Return the update rule of a torch optimizer, and its groups for `offload`.
 
     Args:
-        source: the argument that it came from, for messages.
+        source: name of the argument that held it, for messages.
 
     Raises:
         TypeError: there is no rule for its class.
-        ValueError: one of its groups asks for an update that the rule does not have.
+        ValueError: a group needs an update that the rule does not have.
     """
     kind, groups = _RULES.get(type(optimizer)), optimizer.param_groups
     if kind is None:
@@ -39,7 +39,7 @@ def translated(optimizer: torch.optim.Optimizer, source: str) -> tuple[AnyRule, 
             "out, and the optimizer is made from TrainingArguments; or give one of "
             "offloadtrain.offload"
         )
-    # torch's AdamW is an Adam with this switch.
+    # torch's AdamW is an Adam with this flag.
     decoupled = {group.get("decoupled_weight_decay", False) for group in groups}
     unlike = [f"{key} = {group[key]}" for group in groups for key in _REFUSED if group.get(key)]
     unlike += ["decoupled_weight_decay in a part of its groups"] if len(decoupled) > 1 else []
@@ -51,16 +51,16 @@ def translated(optimizer: torch.optim.Optimizer, source: str) -> tuple[AnyRule, 
     kind = AdamW if True in decoupled else kind
     names = kind().defaults().keys()
     values = [{k: _number(group[k]) for k in names & group.keys()} for group in groups]
-    # A rule of SGD keeps a buffer if its own momentum is not 0, which a group may turn off.
+    # SGD allocates a buffer if the rule's momentum is not 0; a group may still set it to 0.
     rule: AnyRule = kind(**max(values, key=lambda group: group.get("momentum", 0)))
     return rule, [g | {"params": o["params"]} for g, o in zip(values, groups, strict=True)]
 
 
 def take_over(original: torch.optim.Optimizer, optimizer: OffloadOptimizer) -> None:
-    """Move the state of a translated optimizer, and let both have the same groups: schedules that
-    were made for the torch optimizer change those of the offloaded one."""
+    """Move the state of a translated optimizer, and share its groups, so that schedules
+    created for the torch optimizer change the offloaded one."""
     for group, original_group in zip(optimizer.param_groups, original.param_groups, strict=True):
-        # Keys of a schedule, "initial_lr" for example.
+        # Keys of a schedule, such as "initial_lr".
         added = original_group.keys() - group.keys() - original.defaults.keys()
         group.update({key: original_group[key] for key in added})
     if original.state:
@@ -73,16 +73,16 @@ def take_over(original: torch.optim.Optimizer, optimizer: OffloadOptimizer) -> N
 
 
 def complete(state: dict[str, Any], optimizer: OffloadOptimizer, *, step: int) -> None:
-    """Add what this optimizer's state has and a plain one's may lack: the steps and buffers of SGD.
-    Lion's state of bitsandbytes gets the names of this package.
+    """Add entries that this optimizer's state has and a plain one's may lack: SGD's steps and
+    buffers. Rename bitsandbytes' Lion state to this package's names.
 
     Args:
-        state: a plain optimizer's state dict, with as many parameters; changed in place.
-        step: the steps that it has taken.
+        state: a plain optimizer's state dict, with the same number of parameters; changed in place.
+        step: number of steps that it has taken.
     """
     keys = [key for group in state["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # `load_state_dict` raises where they are not as many.
+    # `load_state_dict` raises if their numbers differ.
     for key, param in zip(keys, params, strict=False):
         entry = state["state"].setdefault(key, {})
         entry |= entry.pop(_QUANTIZED, {})
@@ -92,7 +92,7 @@ def complete(state: dict[str, Any], optimizer: OffloadOptimizer, *, step: int) -
         if isinstance(rule, SGD):
             entry.setdefault("step", step)
             if not rule.moments:
-                # Nothing but the masters, which stay.
+                # The state has only masters, which stay.
                 state["state"][key] = {**optimizer.state[param], "step": entry["step"]}
             elif entry.get("momentum_buffer") is None:
                 entry["momentum_buffer"] = torch.zeros(param.shape, dtype=torch.float32)

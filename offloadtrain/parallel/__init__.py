@@ -1,7 +1,7 @@
 """Models that are divided among ranks: pipelines, parts of matrices, experts, copies of the state.
 
-It uses the engine through `engine.division`; the engine knows no way to divide a model. `norm.py`
-adds the norms of all parts, `checks.py` refuses models that are divided otherwise, and
+It uses the engine through `engine.division`; the engine does not know how a model is divided.
+`norm.py` adds the norms of all parts, `checks.py` refuses unsupported divisions, and
 `unused_experts.py` leaves experts without tokens out of updates.
 Start at `mesh.py`, the axes of the ranks; then `pipeline/`, `tensor/` and `expert_parallel.py`.
 """

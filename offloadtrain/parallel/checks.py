@@ -1,11 +1,12 @@
-"""Checks of models whose matrices, or experts, are divided among ranks.
+"""Checks of models whose matrices or experts are divided among ranks.
 
 [Note: Held whole]
-Of a model in parts every rank holds some parameters whole: norms, a router, what no plan names.
-Nothing sums their gradients: all parts compute the same ones, from the same batch. Where they do
-not, the copies drift apart, which no loss shows, and the norm, for which the first part speaks, is
-wrong. So all parts begin with the same values, and every step compares sums of squares before its
-update. On a GPU the order of atomic additions changes bits of them: a hundredth is no difference.
+Every rank of a divided model holds some parameters in full: norms, a router, parameters that no
+plan names. Their gradients are not summed, because all parts compute the same ones from the same
+batch. If they do not, the copies drift apart, which no loss shows, and the norm is wrong, because
+it counts the first part's gradient. So all parts begin with the same values, and every step
+compares sums of squares before its update. On a GPU the order of atomic additions changes some
+bits, so relative differences up to 1 % are accepted.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed, is_divided
 
 _ALIKE = 1e-2
-"""Of a sum of squares: what the parts of one gradient may differ by."""
+"""Largest accepted relative difference between the sums of squares of equal gradients."""
 
 _NOTHING = 1e-9
-"""Of the sum of all squares: gradients below it are noise, as that of a key's bias."""
+"""Fraction of the sum of all squares; gradients below it are noise, such as that of a key's
+bias."""
 
 
 def check_parts(
     model: nn.Module, rule: AnyRule, parts: Ranks, ranks: Ranks, *, is_stage: bool
 ) -> None:
-    """Raises ModelError for DTensors whose other parts the norm would not see, or whose rule needs
-    whole matrices, and for axes along which nothing is divided.
+    """Raise ModelError for DTensors whose other parts the norm would not include or whose rule
+    needs undivided matrices, and for mesh axes along which nothing is divided.
 
     Args:
-        parts: the ranks of tensor parallel.
-        ranks: those that share the state; of them some hold other experts.
-        is_stage: other stages may hold what is divided.
+        parts: ranks of tensor parallelism.
+        ranks: ranks that share the state; with expert parallelism some hold different experts.
+        is_stage: the model is a pipeline stage; the divided parameters may be in other stages.
     """
     _check_axes(model, parts, ranks, is_stage=is_stage)
     _check_tie(model)
@@ -73,13 +75,13 @@ def _check_axes(model: nn.Module, parts: Ranks, ranks: Ranks, *, is_stage: bool)
 
 
 def _check_tie(model: Any) -> None:
-    """Refuse a model of transformers whose head was tied to its embedding until one was divided."""
+    """Refuse a transformers model whose head and embedding were tied before one was divided."""
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if not (tied and getattr(model, "_tied_weights_keys", None)):
         return
     pair = model.get_input_embeddings(), model.get_output_embeddings()
     first, last = (getattr(module, "weight", None) for module in pair)
-    # Not of a stage, which has one of them.
+    # Skipped for a pipeline stage, which has only one of them.
     if first is not None and last is not None and first is not last:
         if is_distributed(first) or is_distributed(last):
             raise ModelError(
@@ -133,13 +135,14 @@ def _ranks_of(param: Any) -> list[int]:
 
 
 def check_same_weights(names: Sequence[str], checksums: Sequence[float], parts: Ranks) -> None:
-    """Compare what all parts hold whole at the start, see [Note: Held whole]; a collective.
+    """Compare initial values of parameters that all parts hold in full, see [Note: Held whole]; a
+    collective.
 
     Args:
-        checksums: of the values of each.
+        checksums: checksum of each parameter's values.
 
     Raises:
-        RankError: naming the first one that differs.
+        RankError: the values of a parameter differ; the message names the first one.
     """
     if parts.is_single or not names:
         return
@@ -157,15 +160,15 @@ def check_same_weights(names: Sequence[str], checksums: Sequence[float], parts: 
 def check_same_gradients(
     names: Sequence[str], squares: Tensor, divided: Collection[int], step_count: int
 ) -> None:
-    """Compare the gradients of what all parts hold whole, see [Note: Held whole].
+    """Compare the gradients of parameters that all parts hold in full, see [Note: Held whole].
 
     Args:
-        squares: (parts, parameters) fp64 on the host. Where some are not finite, nothing is
-            compared: their step is skipped.
-        divided: numbers of the parameters that each part holds some of.
+        squares: (parts, parameters) fp64 on the host. If some are not finite, nothing is
+            compared: the step is skipped.
+        divided: indices of the parameters that are divided among the parts.
 
     Raises:
-        RankError: naming the first one that differs.
+        RankError: gradients differ; the message names the first parameter.
     """
     low, high = squares.aminmax(dim=0)
     differs = (high - low > _ALIKE * high) & (high > _NOTHING * high.sum())

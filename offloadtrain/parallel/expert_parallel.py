@@ -1,7 +1,8 @@
 """The transformer with its experts divided among ranks (GShard, arXiv:2006.16668).
 
-Each rank holds the same number of experts of every layer, and all else whole; tokens go to the
-ranks of their experts, and back, by all-to-all: [Note: Experts of other ranks] in `model.experts`.
+Each rank holds the same number of experts of every layer, and all other parameters in full. Tokens
+are sent to the ranks of their experts and back by all-to-all: [Note: Experts of other ranks] in
+`model.experts`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from offloadtrain.runtime.process_group import Group, all_to_all_single
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the experts of the shipped transformer among ranks, before `offload` or `pipeline`,
-    which gets the same mesh.
+    """Divide the experts of the shipped transformer among ranks. Call it before `offload` or
+    `pipeline`, with the same mesh.
 
-    Its tensors of experts become DTensors, of which this rank keeps its part: experts
-    [r · E / R, (r + 1) · E / R) on rank r of the R of axis "ep". Nothing is sent. Every rank then
-    calls the model with tokens of its own, all ranks alike often.
+    The experts' tensors become DTensors. Rank r of the R ranks of axis "ep" keeps experts
+    [r · E / R, (r + 1) · E / R); nothing is sent. Every rank then calls the model with its own
+    tokens; all ranks must make the same number of calls.
 
     Args:
-        model: with `model.num_experts` divisible by R; its parameters may be on the meta device.
-        mesh: with the axis "ep"; before it may be "dp", whose ranks hold the same experts, and
-            before that "pp", whose ranks hold the stages of a pipeline. After it may be "tp",
-            whose ranks have the same tokens, hold the same experts, and compute them alike.
+        model: `model.num_experts` must be divisible by R; parameters may be on the meta device.
+        mesh: has the axis "ep". Optional axes before it are "pp", the stages of a pipeline, and
+            "dp", ranks with the same experts. The optional axis "tp" after it has ranks with the
+            same tokens and the same experts, which compute the same results.
 
     Raises:
         ValueError: the mesh has other axes.
@@ -51,7 +52,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _check(layers: list[Experts], ranks: int) -> None:
-    """Raises ModelError, see `expert_parallel`."""
+    """Check the model, see `expert_parallel`; raise ModelError."""
     if not layers:
         raise ModelError(
             "expert_parallel: the model has no experts of the shipped transformer (num_experts)"
@@ -67,8 +68,8 @@ def _check(layers: list[Experts], ranks: int) -> None:
 
 
 def _keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the parameters of a module, whose first dimension are experts, DTensors along a mesh of
-    one axis; each rank keeps its part of what it has, and sends nothing."""
+    """Turn a module's parameters, whose first dimension is the expert, into DTensors along a
+    one-dimensional mesh. Each rank keeps its part of its own values; nothing is sent."""
     from torch.distributed.tensor import DTensor, Shard
 
     for name, param in list(module.named_parameters(recurse=False)):
@@ -84,34 +85,36 @@ class AllToAll:
         self._group = group
 
     def __deepcopy__(self, _: dict[int, Any]) -> AllToAll:
-        """A copy of a model exchanges with the same ranks; groups cannot be copied."""
+        """Return self: a copied model exchanges with the same ranks, and groups cannot be
+        copied."""
         return self
 
     def counts(self, counts_E: Tensor) -> Tensor:
-        """Return what every rank tells this one, (ranks, E / ranks).
+        """Exchange counts by all-to-all; return those that every rank sent here, (ranks, E /
+        ranks).
 
         Args:
             counts_E: E / ranks numbers for each rank.
         """
         result = torch.empty_like(counts_E)
-        # Compute waits for the slowest rank: its router has to be through.
+        # Waits for the slowest rank, which must have computed its router.
         with HEARTBEAT.collective():
             all_to_all_single(result, counts_E.contiguous(), group=self._group)
         return result.view(self._group.size(), -1)
 
     def rows(self, rows_MD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows, in the order of ranks, and return those that arrive, in that order.
+        """Send rows to the ranks, in rank order, and return the received rows, in rank order.
 
         Args:
             rows_MD: (sum of `sent`, D).
-            sent, received: rows to and from each rank.
+            sent, received: number of rows to and from each rank.
         """
         result = _Exchanged.apply(rows_MD, self._group, sent, received)  # type: ignore[no-untyped-call]
         return cast(Tensor, result)
 
 
 class _Exchanged(torch.autograd.Function):
-    """torch's own is in a private module, and tells no heartbeat who waits for whom."""
+    """All-to-all with autograd. torch's is in a private module, and reports no heartbeat."""
 
     @staticmethod
     def forward(
@@ -129,9 +132,9 @@ class _Exchanged(torch.autograd.Function):
 def _exchanged(
     rows_MD: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
 ) -> Tensor:
-    """All-to-all of rows: `sent` and `received` count them by rank."""
+    """All-to-all of rows; `sent` and `received` are the numbers of rows by rank."""
     result = rows_MD.new_empty(sum(received), rows_MD.shape[1])
-    # Compute waits for the rows of all ranks. In one order on all of them: a layer is a chain.
+    # Waits for the rows of all ranks. The order is the same on all: layers run one after another.
     with HEARTBEAT.collective():
         all_to_all_single(result, rows_MD.contiguous(), list(received), list(sent), group=group)
     return result

@@ -1,5 +1,4 @@
-"""The axes of the ranks: replicas of one part of the model, stages of a pipeline, and the parts of
-matrices."""
+"""The axes of the ranks: replicas, stages of a pipeline, parts of matrices, and experts."""
 
 from __future__ import annotations
 
@@ -22,30 +21,30 @@ from offloadtrain.runtime.tensor_parts import EXPERTS
 __all__ = ["AXES", "DeviceMesh", "Mesh"]
 
 AXES = ("pp", "dp", "tp")
-"""Stages of a pipeline, replicas, and parts of matrices. The last varies fastest: what exchanges
-most are neighbours."""
+"""Stages of a pipeline, replicas, and parts of matrices. The last axis varies fastest, so ranks
+that exchange most are neighbours."""
 
 EXPERT_AXES = ("dp", EXPERTS)
-"""Ranks with the same experts, and those that hold different ones. The latter are neighbours: they
-exchange tokens in each layer. Together they share the state of all that every rank holds."""
+"""Ranks with the same experts, and ranks with different ones. The latter are neighbours, because
+they exchange tokens in each layer. Together they share the state of undivided parameters."""
 
 BESIDE_EXPERTS = ("pp", *EXPERT_AXES, "tp")
-"""The same in each stage of a pipeline, or with parts of attention, whose ranks have the same
-tokens and the same experts."""
+"""All axes that may be combined with experts: pipeline stages, and parts of attention, whose ranks
+have the same tokens and the same experts."""
 
 HYBRID_AXES = ("dp_replicate", "dp_shard")
-"""In the place of "dp": groups that each hold all the state, and the ranks of a group, which share
-it: [Note: Copies] in `runtime.process_group`."""
+"""Axes that replace "dp": copies of the complete state, and the ranks that share one copy; see
+[Note: Copies] in `runtime.process_group`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Division):
-    """This process on each axis, and the part of the model that it trains.
+    """This process's position on each axis, and the part of the model that it trains.
 
     Attributes:
-        stages_group: for what stages send each other; None: there is one.
-        tensor: the axis of `parts`, for `parallelize_module`; None: there is one part.
-        experts: all axes, with that of expert parallelism; None: each rank holds all experts.
+        stages_group: group through which stages exchange tensors; None for a single stage.
+        tensor: axis of `parts`, for `parallelize_module`; None for a single part.
+        experts: mesh with all axes, if experts are divided; None if each rank holds all experts.
     """
 
     skipping: UnusedExperts = field(default_factory=UnusedExperts)
@@ -64,11 +63,11 @@ class Mesh(Division):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, device: torch.device) -> Mesh:
-        """Join the axes of a mesh; every process of it calls this at the same point.
+        """Create the groups of a mesh's axes; a collective of all its processes.
 
         Raises:
-            ValueError: it has an axis of another name, or axes that do not go together, or this
-                process is not in it.
+            ValueError: the mesh has an unknown axis, or a wrong combination of axes, or does not
+                contain this process.
         """
         names = mesh.mesh_dim_names or ()
         if unknown := [
@@ -110,12 +109,14 @@ class Mesh(Division):
         shards: int = 0,
         experts: int = 1,
     ) -> Mesh:
-        """Join all ranks in a pipeline of so many stages, and matrices of so many parts, which
-        divide them; a collective.
+        """Create a mesh of all ranks with so many pipeline stages and parts of each matrix; a
+        collective.
 
         Args:
-            shards: ranks that share a copy of the state, which divide the replicas; 0: all.
-            experts: ranks of a stage and part that hold different experts, without copies.
+            shards: ranks that share a copy of the state, a divisor of the replicas; 0: all
+                replicas.
+            experts: ranks of a stage and part that hold different experts; excludes copies
+                (`shards`).
         """
         if experts > 1:
             same = Ranks().world_size // (stages * experts * parts)
@@ -131,7 +132,7 @@ class Mesh(Division):
 
     @property
     def is_plain(self) -> bool:
-        """All ranks hold the whole model and share one copy of its state."""
+        """True if all ranks hold the complete model and share one copy of its state."""
         is_undivided = self.stages.is_single and self.tensor is None and self.experts is None
         return is_undivided and self.replicas.copies.is_single
 
@@ -140,10 +141,10 @@ def division_of(mesh: DeviceMesh | Division, device: torch.device) -> Division:
     """Return the division of a model by the axes of `offload(mesh=…)`.
 
     Args:
-        mesh: or the plain division of a model that has DTensors all the same.
+        mesh: a device mesh, or the default division of a model that contains DTensors.
 
     Raises:
-        ValueError: as `Mesh.of`.
+        ValueError: as in `Mesh.of`.
     """
     if not isinstance(mesh, Division):
         axes = Mesh.of(mesh, device)
@@ -153,7 +154,7 @@ def division_of(mesh: DeviceMesh | Division, device: torch.device) -> Division:
 
 
 def check_expert_axes(names: Sequence[str]) -> None:
-    """Raises ValueError for axes of a mesh that do not go with experts."""
+    """Raise ValueError for mesh axes that cannot be combined with experts."""
     ordered = [name for name in BESIDE_EXPERTS if name in names]
     if EXPERTS not in names or list(names) != ordered:
         raise ValueError(
@@ -166,10 +167,10 @@ def check_expert_axes(names: Sequence[str]) -> None:
 
 
 def _with_experts(mesh: DeviceMesh, device: torch.device) -> Ranks | None:
-    """Join the two axes of expert parallelism; None if the mesh has no axis of experts.
+    """Create the groups of expert parallelism; None if the mesh has no axis of experts.
 
     Raises:
-        ValueError: it has other axes beside it than those of `BESIDE_EXPERTS`.
+        ValueError: it has axes other than those of `BESIDE_EXPERTS`.
     """
     names = mesh.mesh_dim_names or ()
     if EXPERTS not in names:
@@ -183,10 +184,10 @@ def _with_experts(mesh: DeviceMesh, device: torch.device) -> Ranks | None:
 
 
 def _hybrid(mesh: DeviceMesh, device: torch.device) -> Ranks | None:
-    """Join the two axes of hybrid sharding; None if the mesh has not got them.
+    """Create the groups of hybrid sharding; None if the mesh has neither of its axes.
 
     Raises:
-        ValueError: it has one of them only, or "dp" beside them, or no shards.
+        ValueError: it has only one of the axes, or also "dp", or a single shard.
     """
     names = mesh.mesh_dim_names or ()
     if not set(names) & set(HYBRID_AXES):

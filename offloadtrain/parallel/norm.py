@@ -1,13 +1,13 @@
-"""The norm of a model whose parts are on several ranks.
+"""The norm of a model that is divided among ranks.
 
 [Note: One norm of a divided model]
-A pipeline's stages hold different parameters of one model, so none of them knows the norm alone.
-Each measures the squares of its own parameters, summed over its data-parallel ranks and over the
-ranks that hold the other parts of its matrices; the stages exchange these, and every stage adds all
-of them: stage by stage, parameter by parameter, in fp64. That is the order in which one process
-adds them, so the norm, the clip coefficient and the decision to skip are those of one process, bit
-for bit. A process with several stages exchanges once: the first of them that is asked measures all,
-and the others take its result.
+A pipeline's stages hold different parameters of one model, so no stage knows the norm. Each stage
+measures the squares of its own parameters, summed over its data-parallel ranks and over the ranks
+that hold the other parts of its matrices. The stages exchange these sums, and every stage adds all
+of them: stage by stage, parameter by parameter, in fp64. A single process adds them in this order,
+so the norm, the clip coefficient and the decision to skip equal its own, bit for bit. A process
+with several stages exchanges once: the first of its stages to send measures all, and the others
+take its result.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from offloadtrain.parallel.checks import check_same_gradients
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 
 _AGREEMENT = "the agreement among the ranks"
-"""Where a part's replicas, or a copy's ranks, differ, all others end with them."""
+"""Column of an exchange: 1.0 if the sender's own group agrees, so that all ranks raise together."""
 
 
 class DividedNorm:
-    """The engines of this process, one for each of its stages in order, and the ranks that hold the
-    rest of the model.
+    """Norm of a model of which this process holds one engine for each of its stages.
 
-    Process r of p holds stages r, r + p, r + 2p and so on.
+    Process r of p holds stages r, r + p, r + 2p and so on, in this order.
     """
 
     def __init__(self, ranks: Ranks, parts: Ranks = ALONE) -> None:
         """
         Args:
-            ranks: the processes of the pipeline, in the order of their first stages.
-            parts: the ranks that hold the other parts of this process's DTensors.
+            ranks: processes of the pipeline, in the order of their first stages.
+            parts: ranks that hold the other parts of this process's DTensors.
         """
         self.ranks, self._parts = ranks, parts
-        # Weak: an optimizer that is dropped without close() must end at once.
+        # Weak references: an optimizer that is dropped without close() must end at once.
         self._members: list[weakref.ref[NormMember]] = []
         self._names: list[list[str]] = []
         self._measured: dict[NormMember, Measured] = {}
@@ -56,7 +55,7 @@ class DividedNorm:
         """The intent of the last exchange."""
 
     def join(self, member: NormMember) -> None:
-        """Add this process's next stage."""
+        """Add the engine of this process's next stage."""
         self._members.append(weakref.ref(member))
 
     def send(self, member: NormMember, intent: Sequence[float]) -> Callable[[], Measured]:
@@ -64,11 +63,11 @@ class DividedNorm:
         step begins a collective.
 
         Args:
-            intent: what must be the same on every process, see `engine.norm.NormMeasure.send`.
+            intent: values that must be equal on every process, see `engine.norm.NormMeasure.send`.
 
         Returns:
-            A function that waits for the other stages, and returns the squares of all. It raises
-            RankError if they disagree about the step.
+            A function that waits for the other stages and returns the squares of all stages. It
+            raises RankError if they disagree about the step.
         """
         if self.ranks.is_single and len(self._members) == 1:
             result = self._measure(member, intent)
@@ -90,8 +89,8 @@ class DividedNorm:
         return measured
 
     def agree_on_names(self) -> None:
-        """Exchange the names of all stages' parameters, once: now, and not with the first squares,
-        where all stages would wait for the last one.
+        """Exchange the names of all stages' parameters, once. It runs before the first step: during
+        the exchange of the first squares all stages would wait for the last one.
 
         Raises:
             RankError: a parameter is in two stages, or processes have different numbers of stages.
@@ -102,7 +101,7 @@ class DividedNorm:
         if len({len(stage_names) for stage_names in of_processes}) > 1:
             counts = ", ".join(str(len(stage_names)) for stage_names in of_processes)
             raise RankError(f"the processes of a pipeline hold {counts} stages: give each as many")
-        # In the order of the model.
+        # Reorder from processes to the order of the model.
         stages = [names for of_each in zip(*of_processes, strict=True) for names in of_each]
         owner: dict[str, int] = {}
         for stage, names in enumerate(stages):
@@ -130,7 +129,7 @@ class DividedNorm:
         sent = self.ranks.send_host([*intent, *(x for row in padded for x in row)])
 
         def receive() -> None:
-            # Waits for every stage's squares: the first stage's backward ends last.
+            # Waits for every stage's squares; the backward of the first stage ends last.
             self._add_up(sent(), members, measurements, intent)
 
         return receive
@@ -142,10 +141,10 @@ class DividedNorm:
         measurements: Sequence[Measured],
         intent: Sequence[float],
     ) -> None:
-        """Take in what all stages have sent, (processes, n)."""
+        """Store the squares that all stages have sent, (processes, n)."""
         check_rows_alike(rows[:, : len(intent)], "stage", INTENT_COLUMNS, intent[0])
         of_stages = rows[:, len(intent) :].reshape(self.ranks.size, len(members), -1)
-        # Of all processes' first stages, then of all second ones: in the order of the model.
+        # The first stage of every process, then the second stage of every process: model order.
         of_stages = of_stages.transpose(0, 1).flatten(0, 1)
         count = len(members[0].counts)
         check_rows_alike(of_stages[:, :count], "stage", COUNT_COLUMNS, intent[0])
@@ -154,7 +153,8 @@ class DividedNorm:
             for row, names in zip(of_stages, self._names, strict=True)
         ]
         all_squares = [value for of_stage in squares for value in of_stage]
-        # Non-finite parameters → ranks whose shards have them; known for own stages only.
+        # Non-finite parameter → ranks whose shards contain it; known only for this process's
+        # stages.
         known = {
             name: ranks for measured in measurements for name, ranks in measured.nonfinite.items()
         }
@@ -165,22 +165,23 @@ class DividedNorm:
             self._measured[member] = Measured(all_squares, nonfinite, measured.intents)
 
     def compare(self, member: NormMember, intent: Sequence[float]) -> None:
-        """Compare what may have changed on the other parts since the norm was measured.
+        """Compare the values that may have changed on the other parts since the norm was measured.
 
         Raises:
-            RankError: they disagree about the step.
+            RankError: the parts disagree about the step.
         """
         if not self._parts.is_single:
             rows = self._parts.all_gather_host(member.intent_of_part(intent))
             check_rows_alike(rows, "part", PART_COLUMNS, intent[0])
 
     def _measure(self, member: NormMember, intent: Sequence[float]) -> Measured:
-        """Measure an engine's parameters; other ranks may have copies or other parts of them."""
+        """Measure an engine's parameters, together with ranks that hold copies or other parts of
+        them."""
         measured = member.measure_local(intent)
         copies = member.ranks.copies
         if not copies.is_single:
-            # This shard's ranks of all groups hold copies of it, which must be decided on alike and
-            # have got the same gradient; see [Note: Copies] in `runtime.process_group`.
+            # The ranks with copies of this shard, one in each group, must have the same gradient
+            # and make the same decision; see [Note: Copies] in `runtime.process_group`.
             intent_sent = measured.intents[member.ranks.rank].tolist()
             rows = copies.all_gather_host(
                 [*intent_sent, digest(measured.of_parameter), _agree(measured.intents)]
@@ -193,19 +194,19 @@ class DividedNorm:
     def _of_all_parts(
         self, member: NormMember, measured: Measured, intent: Sequence[float]
     ) -> Measured:
-        """Add the squares of the other parts of DTensors in rank order. A tensor that every rank
+        """Add the squares of the other parts of DTensors, in rank order. A tensor that every rank
         holds in full counts once, with the first rank's value."""
         same = [*member.intent_of_part(intent), _agree(measured.intents)]
-        # Waits for the same backward on the other ranks.
+        # Waits until the other ranks have finished this backward.
         rows = self._parts.all_gather_host([*same, *measured.of_parameter])
         num_same, divided = len(same), member.divided
-        # After the exchange, in which the other parts wait.
+        # Raises only after the exchange, because the other parts wait in it.
         member.check_ranks(member.ranks, measured.intents, intent[0])
         check_rows_alike(rows[:, :num_same], "part", (*PART_COLUMNS, _AGREEMENT), intent[0])
         check_same_gradients(member.names, rows[:, num_same:], divided, int(intent[0]))
         sums, nonfinite = [], dict(measured.nonfinite)
         for index, values in enumerate(rows[:, num_same:].T.tolist()):
-            # All parts skip a step in which one of them has had an overflow.
+            # If one part has an overflow, all parts skip the step.
             once = index not in divided and all(map(math.isfinite, values))
             total = 0.0
             for value in values[:1] if once else values:
@@ -217,5 +218,5 @@ class DividedNorm:
 
 
 def _agree(rows: Tensor) -> float:
-    """Return 1.0 if all rows are equal, otherwise 0.0: a column that ranks exchange."""
+    """Return 1.0 if all rows are equal, otherwise 0.0; ranks exchange it as a column."""
     return float(rows.eq(rows[:1]).all())

@@ -1,6 +1,6 @@
-"""The experts of a bucket that a step skips where they are unused: [Note: Unused experts] in
-`step.layout.skipping`. What is used is known when the functions of its operations are made, in
-step()."""
+"""Skips a bucket's experts that a step has not used: [Note: Unused experts] in
+`step.layout.skipping`. The used experts are known when step() creates the functions of its
+operations."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Launch
 
 _UPDATES_KEPT = 4
-"""Updates that a native queue may still have before it: the next step's weights need this one's."""
+"""Number of updates that may be in a native queue: the next step's weights need this one's."""
 
 _LASTING = (Memory.WORKING, Memory.DEVICE_SHARD, Memory.PENDING)
-"""Memory that holds the new weights of a bucket until its next update."""
+"""Memories that contain the new weights of a bucket until its next update."""
 
 OTHERS = -1
-"""Steps of an expert that another rank holds."""
+"""Placeholder for the step count of an expert that another rank holds."""
 
 
 class SkipError(InputError, ValueError):
@@ -45,12 +45,12 @@ class SkipError(InputError, ValueError):
 
 @dataclass(slots=True)
 class Run:
-    """Neighbours in a shard that are used and have made as many steps.
+    """Neighbouring used experts in a shard with the same step count.
 
     Attributes:
-        lo, hi: elements of the shard.
-        next_expert: the number of the expert after them.
-        rows: of their layout: offset, numel, id, first element in the parameter.
+        lo, hi: range of elements in the shard.
+        next_expert: number of the expert that follows.
+        rows: rows of their layout: offset, numel, id, first element in the parameter.
     """
 
     lo: int
@@ -61,12 +61,12 @@ class Run:
 
     @property
     def layout(self) -> Layout:
-        """The elements of each parameter, from `lo` on."""
+        """Elements of each parameter, with offsets relative to `lo`."""
         offsets, numels, ids, firsts = zip(*self.rows, strict=True)
         return Layout([at - self.lo for at in offsets], numels, ids, firsts)
 
     def add(self, slot: Slot, begin: int, lo: int, hi: int) -> None:
-        """Add elements [lo, hi) of a parameter that begins at `begin` of the shard."""
+        """Add elements [lo, hi) of a parameter that starts at element `begin` of the shard."""
         if self.rows and self.rows[-1][2] == slot.index:
             at, numel, id, first = self.rows.pop()
             self.rows.append((at, numel + hi - lo, id, first))
@@ -79,14 +79,14 @@ class Experts:
     """The experts of one bucket, numbered in the order of its parameters.
 
     Attributes:
-        steps: (experts,) fp32: the steps that each was updated in.
-        used: each got a gradient in the step that was measured last, on any rank.
-        delivered: numbers of those with parameters of their own that have got a gradient.
-        uploads: elements of the shard that the next upload brings; None: all of it.
+        steps: (experts,) fp32: the number of steps in which each expert was updated.
+        used: for each expert, True if it got a gradient in the last measured step, on any rank.
+        delivered: numbers of unstacked experts that have got a gradient.
+        uploads: ranges of the shard that the next upload copies; None: the complete shard.
     """
 
     def __init__(self, slots: Sequence[Slot], counts: Sequence[int]) -> None:
-        """`counts`: experts in each parameter."""
+        """`counts`: number of experts in each parameter."""
         self._slots, first = [], 0
         for slot, count in zip(slots, counts, strict=True):
             self._slots.append((slot, first, count))
@@ -101,8 +101,8 @@ class Experts:
         return len(self.used)
 
     def _mark_stacked(self, delivered: Sequence[tuple[Slot, Tensor]], used: Tensor) -> None:
-        """Mark the experts whose slice of a stacked gradient is not all zeros, on compute: it waits
-        for nothing.
+        """Mark the experts whose slice of a stacked gradient is not all zeros. Runs on compute,
+        without a wait.
 
         Args:
             used: (experts,) uint8.
@@ -115,7 +115,7 @@ class Experts:
                 used[first : first + count].logical_or_(marks)
 
     def _note(self, delivered: Sequence[tuple[Slot, Tensor]], *, first: bool) -> None:
-        """Record which unstacked experts have received a gradient: only this thread knows."""
+        """Record which unstacked experts have received a gradient; not a device operation."""
         if first:
             self.delivered.clear()
         here = {slot for slot, _ in delivered}
@@ -123,17 +123,18 @@ class Experts:
         self.delivered |= {at for slot, at in unstacked if slot in here}
 
     def advance(self) -> None:
-        """Count a step that is decided and not skipped."""
+        """Add 1 to the step counts of used experts, after a step that is not skipped."""
         self.steps += torch.tensor(self.used, dtype=torch.float32, device="cpu")
 
     def steps_of(self, slot: Slot) -> Tensor:
-        """View a parameter's steps: () of an expert of its own, (experts,) of stacked ones."""
+        """Return a view of a parameter's step counts: () for an unstacked expert, else
+        (experts,)."""
         first, count = next((at, n) for other, at, n in self._slots if other is slot)
         return self.steps[first] if count == 1 else self.steps[first : first + count]
 
     def runs(self, lo: int, hi: int) -> list[tuple[Run, Layout]]:
-        """Return what the update of the shard [lo, hi) has to touch. Layouts live until the kernels
-        have read them."""
+        """Return the runs that the update of the shard [lo, hi) changes. Layouts stay alive until
+        the kernels have read them."""
         runs: list[Run] = []
         for number, slot, begin, end in self._pieces(lo, hi):
             step = int(self.steps[number])
@@ -146,7 +147,7 @@ class Experts:
         return list(zip(runs, layouts, strict=True))
 
     def _pieces(self, lo: int, hi: int) -> Iterator[tuple[int, Slot, int, int]]:
-        """Yield (expert, its parameter, elements [begin, end) of the bucket) of the used ones."""
+        """Yield (expert, its parameter, elements [begin, end) of the bucket) of used experts."""
         for slot, first, count in self._slots:
             each = slot.numel // count
             for number in range(count):
@@ -156,7 +157,7 @@ class Experts:
                     yield first + number, slot, begin, end
 
     def mark(self, op: Launch, delivered: Delivered) -> Operation:
-        """Return the function of a `MARK`; called once for each, on the training thread."""
+        """Return the function of a `MARK`; called once per operation, on the training thread."""
         first = op.first
         self._note(delivered, first=first)
 
@@ -170,18 +171,18 @@ class Experts:
     def update(
         self, op: Launch, bucket: Bucket, rule: UpdateRule, group: Mapping[str, Any], seed: int
     ) -> Operation:
-        """Return the function of an `ADAM` that leaves the memory of unused experts alone."""
+        """Return the function of an `ADAM` that does not touch the memory of unused experts."""
         update, format = op.update, bucket.format
         assert update is not None and not update.out_of_place
         runs = self.runs(bucket.lo, bucket.hi)
         fields, emits = format.fields(bucket.spec.moments), not format.holds_weight
         written = [(run.lo, run.hi) for run, _ in runs]
-        # Unused experts' weights need not move where what the upload writes holds them already.
+        # The upload may leave out unused experts if its target still contains their weights.
         on_device = bucket.spec.state_tier is Tier.DEVICE
         has_shard = BufferKey(bucket.name, Memory.DEVICE_SHARD) in bucket.memory
         partly = not on_device and (has_shard or not bucket.moves)
         self.uploads = written if partly else None
-        # Memory that others use between two updates must get all weights that go on from there.
+        # Memory that is reused between two updates must be filled with the weights of all experts.
         fills = emits and not partly and op.writes[0].memory not in _LASTING
         left = _gaps(written, bucket.shard_numel) if fills else []
 
@@ -207,11 +208,11 @@ class Experts:
         return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
 
     def upload(self, op: Launch, totals: LaneTotals) -> Operation:
-        """Return the function of a `WEIGHTS_UP` after the update of used experts, or of all
-        weights; takes the bytes that stay out of `totals`."""
+        """Return the function of a `WEIGHTS_UP`, which copies only used experts if the update has
+        set ranges. Subtracts the bytes that are not copied from `totals`."""
         if self.uploads is None:
             return copy
-        # Those of the update that stands before it; another one's come whole.
+        # The ranges are valid for one upload, after their update; other uploads copy everything.
         ranges, self.uploads = self.uploads, None
         (source,) = op.reads
         moved = sum(hi - lo for lo, hi in ranges) * source.nbytes // (source.hi - source.lo)
@@ -219,16 +220,17 @@ class Experts:
 
         def uploaded(staged: Tensor, target: Tensor) -> None:
             for lo, hi in ranges:
-                # h2d: as one copy of all; the launch orders every part of it.
+                # h2d: equivalent to one copy of all; the launch orders every part of it.
                 copy(staged[lo:hi], target[lo:hi])
 
         return uploaded
 
     def steps_by_entry(self, slot: Slot, share: Share) -> list[int]:
-        """Return the steps of all experts of a parameter; `OTHERS` for those of other ranks.
+        """Return the step counts of all experts of a parameter; `OTHERS` for experts of other
+        ranks.
 
         Args:
-            share: what this rank holds of the parameter.
+            share: this rank's share of the parameter.
         """
         local_steps = self.steps_of(slot)
         first, total = _first_and_total(local_steps, share)
@@ -239,14 +241,14 @@ class Experts:
         return steps
 
     def load_steps(self, slot: Slot, share: Share, steps: float | Sequence[float] | Tensor) -> None:
-        """Set the steps of a parameter's experts; one number stands for all.
+        """Set the step counts of a parameter's experts; a single number is used for all.
 
         Args:
-            share: what this rank holds of the parameter; `steps` are those of all its experts, or
-                of the own ones.
+            share: this rank's share of the parameter; `steps` are those of all its experts, or of
+                the experts in the share.
 
         Raises:
-            SkipError: another number of experts.
+            SkipError: `steps` has a wrong number of experts.
         """
         local_steps, loaded = self.steps_of(slot), torch.as_tensor(steps, dtype=torch.float32)
         first, total = _first_and_total(local_steps, share)
@@ -265,23 +267,23 @@ class Experts:
 
 
 def _is_stacked(slot: Slot, count: int) -> bool:
-    """Tell whether its gradient is there whether an expert is used or not: also where ranks that
-    hold different experts leave it one."""
+    """Return True if the parameter always gets a gradient, even if no expert is used. A rank may
+    hold a single expert of a stacked parameter."""
     return count > 1 or len(slot.shape) >= STACKED_AXES
 
 
 def _gaps(runs: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return what of [0, numel) is in none of the runs, which ascend."""
+    """Return the parts of [0, numel) that are in none of the runs, which must ascend."""
     edges = [0, *(edge for run in runs for edge in run), numel]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [(lo, hi) for lo, hi in pairs if lo < hi]
 
 
 def check_skips(model: nn.Module, config: OffloadConfig, rule: AnyRule, *, whole: bool) -> None:
-    """Raises SkipError, OptionError where experts cannot be skipped.
+    """Raise SkipError or OptionError if experts cannot be skipped.
 
     Args:
-        whole: it is no stage, whose names may be those of another.
+        whole: the model is not a pipeline stage; names in a stage may belong to another stage.
     """
     patterns = config.skip_unused
     if not patterns:
@@ -304,7 +306,7 @@ def check_skips(model: nn.Module, config: OffloadConfig, rule: AnyRule, *, whole
 
 
 def check_names(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Raises SkipError for a pattern of `skip_unused` that fits no parameter."""
+    """Raise SkipError for a pattern of `skip_unused` that matches no parameter."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad and p.numel()]
     for pattern in patterns:
         if not any(skips(name, [pattern]) for name in trained):
@@ -315,8 +317,7 @@ def check_names(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def merged_steps(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
-    """Return the steps of all experts from those that each rank, or stage, tells, for a
-    checkpoint."""
+    """Merge the step counts that each rank or stage returns for its experts, for a checkpoint."""
     merged: dict[str, list[int]] = {}
     for of_rank in of_ranks:
         for name, steps in of_rank.items():
@@ -326,8 +327,8 @@ def merged_steps(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, l
 
 
 def _first_and_total(local_steps: Tensor, share: Share) -> tuple[int, int]:
-    """Return the number of the first expert that this rank holds of a parameter, and how many it
-    has."""
+    """Return the number of the first expert of a parameter on this rank, and the total number of
+    its experts."""
     total = share.shape[0] if local_steps.ndim or len(share.shape) >= STACKED_AXES else 1
     if local_steps.numel() == total:
         return 0, total
@@ -335,19 +336,19 @@ def _first_and_total(local_steps: Tensor, share: Share) -> tuple[int, int]:
 
 
 class UnusedExperts:
-    """Skips experts that a step has not used: the `Skipping` of `engine.division`."""
+    """Implements the `Skipping` protocol of `engine.division` for experts."""
 
     def usage_of(self, slots: Sequence[Slot], counts: Sequence[int]) -> Experts:
         return Experts(slots, counts)
 
     def agree(self, of_experts: Sequence[tuple[Experts, Buffer]], among: Sequence[Ranks]) -> None:
-        """Tell each bucket which of its experts got a gradient, here or on another rank.
+        """Set which experts of each bucket got a gradient, on this rank or another.
 
         Args:
-            among: the ranks that hold the same experts, or parts of them. Tokens of others have
-                come here.
+            among: ranks that hold the same experts, or parts of them; tokens of other ranks were
+                sent here.
         """
-        # The marks are written: the program's last operations have waited for them.
+        # The marks are complete: the program's last operations have waited for them.
         marks = torch.cat([used.flat for _, used in of_experts]).cpu()
         first = 0
         for experts, _ in of_experts:

@@ -1,5 +1,5 @@
-"""What a job leaves to its plan: "auto" of `ranks.layers_per_stage`, `offload.recompute_blocks`,
-`offload.state_on`, `offload.sums_on` and `offload.update`."""
+"""Decides the options that a job leaves to its plan with "auto": `ranks.layers_per_stage`,
+`offload.recompute_blocks`, `offload.state_on`, `offload.sums_on` and `offload.update`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from offloadtrain.step.layout.state_tiers import device_share, filled, first_on_
 from offloadtrain.step.layout.tiers import Tier
 
 FULL = 0.95
-"""The share of the device's memory that is planned full: activations are estimated to 5 %."""
+"""Share of the device's memory that a plan may fill: activations are estimated to 5 %."""
 
 GAIN = 0.03
-"""Sums move to the device, and updates are speculative, if the step gains at least this, which is a
-prediction's accuracy: they take memory, and no emergency checkpoint can be made of sums there."""
+"""Least gain of a step for which sums move to the device and updates become speculative, equal to
+a prediction's accuracy: both take memory, and sums there prevent an emergency checkpoint."""
 
 
 class Planned(Protocol):
-    """A plan, as far as it decides."""
+    """The parts of a plan that decisions depend on."""
 
     @property
     def has_room(self) -> bool: ...
@@ -44,11 +44,12 @@ class Planned(Protocol):
 
 
 def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    """Return the job with all keys decided: the layers of each stage, the fewest layers recomputed
-    that fit, and then as much state on the device. Where both of these are open, of three numbers
-    of layers the fastest: what is kept on the device takes room from state, and which of them is
-    waited for is the step's to say. All of this with several shares of the sums of microbatches on
-    the device, and with updates exact and speculative, if that is open.
+    """Return the job with all open keys decided: the layers of each stage, then the fewest
+    recomputed layers that fit, then as much state on the device as fits. If recompute and state are
+    both open, the fastest of three numbers of recomputed layers is used: saved activations take
+    device memory from state, and only a simulated step tells which is waited for. If open, all this
+    is repeated for several shares of the gradient sums on the device, and for exact and speculative
+    updates.
     """
     if job.offload.update == "auto":
         return _with_faster_update(job, planned)
@@ -69,8 +70,8 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
 
 
 def _with_faster_update(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    """Return the job in mode "speculative" if a step whose guesses are right gains enough. Where
-    more than half are wrong, that mode stops guessing, and updates as "exact" does."""
+    """Return the job in mode "speculative" if a step with right predictions gains enough. If more
+    than half of them are wrong, that mode stops predicting and updates as "exact" does."""
     exact = decided(with_update(job, "exact"), planned)
     guessing = with_update(job, "speculative")
     of_rule = optim_contradictions(job.optim, guessing.offload)
@@ -88,9 +89,9 @@ def with_update(job: Config, mode: UpdateMode) -> Config:
 
 
 def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    """Return the job with a share of the sums on the device: the most that it has room for. Where
-    layers or state compete for the room, of three shares the fastest: the least with which the rest
-    fits on the host, the most, and their mean."""
+    """Return the job with the largest share of gradient sums on the device that fits. If recompute
+    or state compete for the memory, use the fastest of three shares: the least with which
+    everything else fits on the host, the largest, and their mean."""
     on_host = decided(with_sums_on(job, 0.0), planned)
     if job.train.grad_accum_steps == 1:
         return on_host
@@ -110,8 +111,8 @@ def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Conf
 
 
 def with_sums_on(job: Config, share: float) -> Config:
-    """Return the job with so large a share of the sums of microbatches on the device; on the host
-    they are summed in fp32."""
+    """Return the job with this share of the gradient sums on the device; sums on the host are
+    fp32."""
     down = job.offload.gradients.sums_dtype if share else "fp32"
     sums_on: SumsOn = {"device": share}
     if share in (0.0, 1.0):
@@ -120,7 +121,7 @@ def with_sums_on(job: Config, share: float) -> Config:
 
 
 def _with_least_on_device(job: Config) -> Config:
-    """Return the job with its open options set to what takes the least memory of the device."""
+    """Return the job with its open options set to the values that take the least device memory."""
     if job.ranks.layers_per_stage == "auto":
         job = replace(job, ranks=replace(job.ranks, layers_per_stage=()))
     least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
@@ -129,7 +130,7 @@ def _with_least_on_device(job: Config) -> Config:
 
 
 def with_decisions_of(job: Config, plan_job: Config) -> Config:
-    """Return the job with the sums and the update mode that its plan has decided on."""
+    """Return the job with its plan's decisions on gradient sums and update mode."""
     sums = plan_job.offload.gradients
     offload = job.offload.replace(
         sums_on=sums.sums_tier, sums_down=sums.sums_dtype, update=plan_job.offload.update
@@ -138,8 +139,8 @@ def with_decisions_of(job: Config, plan_job: Config) -> Config:
 
 
 def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    """Return the job with stages that take about as long as each other, as far as they fit. Tried
-    with the least memory for what else is open."""
+    """Return the job with stages of about equal duration, as far as they fit, with other open
+    options at the values that take the least memory."""
 
     def with_layers(config: Config, each: tuple[int, ...]) -> Config:
         return replace(config, ranks=replace(config.ranks, layers_per_stage=each))
@@ -151,13 +152,13 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
 
 
 def with_state_on(job: Config, share: float) -> Config:
-    """Return the job with so large a share of the state on the device."""
+    """Return the job with this share of the state on the device."""
     state_on: StateOn = {"device": share} if share else "host"
     return replace(job, offload=job.offload.replace(state_on=state_on))
 
 
 def _with_recompute(job: Config, count: int) -> Config:
-    # Without a layer that runs again no input is kept that could be divided.
+    # Without a recomputed layer there is no layer input to partition.
     divides = job.offload.activations.partition and count > 0
     offload = job.offload.replace(recompute_blocks=count, partition_activations=divides)
     return replace(job, offload=offload)
@@ -176,15 +177,15 @@ def _num_layers(job: Config) -> int:
 
 
 SAME = 0.002
-"""A difference of the simulated step that is not worth any memory."""
+"""Relative gain of a simulated step below which more device memory is not worth it."""
 
 
 def largest_share(placed: Placement, room: int) -> float:
-    """Return the largest share that fits.
+    """Return the largest share of the state that fits on the device.
 
     Args:
-        placed: with all of the state on the host.
-        room: device bytes for all that the engine holds.
+        placed: placement with all state on the host.
+        room: device bytes available to the engine.
     """
     limit = placed.config.offload.memory.device_limit
     limit = room if limit is None else min(limit, room)
@@ -192,7 +193,7 @@ def largest_share(placed: Placement, room: int) -> float:
 
 
 def fastest_share(placed: Placement, machine: Machine) -> float:
-    """Return the smallest share with which a step is as fast as with the placement's own."""
+    """Return the smallest share of the state on the device with which a step is as fast."""
     count = len(placed.spec.buckets_on(Tier.DEVICE))
 
     def seconds(number: int) -> float:
@@ -200,7 +201,7 @@ def fastest_share(placed: Placement, machine: Machine) -> float:
         return predict(replace(placed, spec=spec), machine).seconds
 
     enough_s = seconds(count) * (1 + SAME)
-    # Where the device updates slower than the host, as it does narrow formats, none is taken.
+    # If the device updates slower than the host, as with narrow formats, it gets no state.
     if seconds(0) <= enough_s:
         return 0.0
     fast = bisect_left(range(count + 1), True, key=lambda n: seconds(n) <= enough_s)

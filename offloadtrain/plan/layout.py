@@ -1,7 +1,7 @@
-"""The blocks of a job as the engine partitions and pads its model, without any of its memory.
+"""Partitions and pads the model of a job into blocks as the engine does, without memory.
 
-The engine's own functions run on parameters of the meta device: those of the shipped transformer,
-or those that the description of another model names (`config.hf_model.PartShape`).
+The engine's functions run on parameters on the meta device: those of the shipped transformer, or
+those in the description of another model (`config.hf_model.PartShape`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from offloadtrain.step.layout.block_spec import BlockSpec
 def parts_of_module(
     model: nn.Module, divided: Mapping[str, int] | None = None, expert_parts: int = 1
 ) -> tuple[PartShape, ...]:
-    """Return the parts of a model that become blocks; a parameter in the first that refers to it.
+    """Return the parts of a model that become blocks; a shared parameter is in the first of them.
 
     Args:
-        model: on any device, also meta.
-        divided: name of a parameter → the dimension that parts of it divide.
-        expert_parts: ranks that hold different experts of the shipped transformer.
+        model: on any device, including meta.
+        divided: name of a parameter → the dimension that tensor parallel divides.
+        expert_parts: number of ranks that hold different experts of the shipped transformer.
     """
     dims = divided or {}
     shapes: list[PartShape] = []
@@ -84,8 +84,8 @@ def parts_of(config: Config) -> tuple[PartShape, ...]:
 
 
 def num_tensors(config: Config) -> int:
-    """Return the number of parameter tensors; a tied one counts once. Of a stage of a pipeline
-    those of earlier stages count, too: norms have their place in the whole model."""
+    """Return the number of parameter tensors; a tied one counts once. For a pipeline stage, earlier
+    stages are included: norms are indexed by the position in the complete model."""
     parts = parts_of(config)
     tensors = sum(len(part.params) for part in parts)
     if config.hf is not None:
@@ -101,7 +101,7 @@ def empty_transformer(shape: ModelShape, stage: Stage | None = None) -> Transfor
     """Return the shipped transformer on the meta device, or a stage of it.
 
     Args:
-        shape: of what one rank holds: the layers of the stage.
+        shape: the shape of the rank's part, with the layers of the stage.
     """
     with torch.device("meta"):
         model = Transformer(shape)
@@ -119,16 +119,16 @@ def empty_transformer(shape: ModelShape, stage: Stage | None = None) -> Transfor
 def _parts_of_shape(
     shape: ModelShape, stage: Stage | None, expert_parts: int
 ) -> tuple[PartShape, ...]:
-    """Cached, as a search needs the same shape in many placements."""
+    """Cached, since a search needs the same shape in many placements."""
     model = empty_transformer(shape, stage)
-    if stage is not None:  # layers have their numbers in the whole model
+    if stage is not None:  # name layers by their index in the complete model
         layers = enumerate(list(model.blocks), stage.first_layer)
         model.blocks._modules = {str(number): layer for number, layer in layers}
     return parts_of_module(model, expert_parts=expert_parts)
 
 
 def working_dtype(param: ParamShape, config: OffloadConfig) -> str:
-    """Dtype of the working weight."""
+    """Return the dtype of the working weight."""
     named = any(fnmatchcase(param.name, pattern) for pattern in config.weights.keep_fp32)
     return PRECISIONS["fp32" if param.fp32 or named else config.precision]
 
@@ -150,7 +150,7 @@ def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
 
 
 class _Parameters(nn.Module):
-    """Named parameters in place of the modules that own them."""
+    """A module with these named parameters, in place of the modules that own them."""
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def _blocks(
     ranks: int,
     expert_parts: int,
 ) -> tuple[BlockSpec, ...]:
-    """Cached, as the candidates of a search differ in few of the options that blocks depend on."""
+    """Cached, since the candidates of a search differ in few of the options that blocks need."""
     named = {param.name: _parameter(param) for shape in shapes for param in shape.params}
     parts = [
         Part(
@@ -210,7 +210,7 @@ def _groups(
     rule: Any,
     optim: OptimConfig,
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of a job: by decay, and under a rule of matrices by that."""
+    """Return the parameter groups of a job: by weight decay and, for a matrix rule, by its key."""
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     key = rule.group_key if isinstance(rule, MatrixRule) else "hidden"
     for param in trained:

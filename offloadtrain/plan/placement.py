@@ -35,11 +35,11 @@ class Placement:
     """One rank's view of a distributed job.
 
     Attributes:
-        config: the rank's part of the job (`batch_split.shared`), its precision resolved.
+        config: the rank's part of the job (`batch_split.shared`), with resolved precision.
         spec: the spec of the rank's step.
-        trace: of a microbatch of the model; None: activations are those of our transformer of its
-            shape (`tracing.tracer`), and times are counted from that shape.
-        in_flight: microbatches whose activations are in memory at once.
+        trace: traces a microbatch of the model. None: activations are those of the shipped
+            transformer in this shape (`tracing.tracer`), and times are counted from the shape.
+        in_flight: number of microbatches whose activations are in memory at once.
     """
 
     config: Config
@@ -49,12 +49,12 @@ class Placement:
 
     @cached_property
     def traced(self) -> TracedStep | None:
-        """What the trace of a microbatch has found."""
+        """The traced microbatch, or None without a trace."""
         return None if self.trace is None else self.trace(self.config)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a working weight, and of an activation."""
+        """Bytes per element of a working weight, and of an activation."""
         return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
 
     @property
@@ -78,17 +78,18 @@ class Placement:
 
     @property
     def _kept_inputs(self) -> tuple[int, ...]:
-        """Bytes of the parts of inputs that this rank keeps."""
+        """Bytes of this rank's parts of layer inputs that are kept for recompute."""
         return (self._of_part(self.hidden_bytes),) * self.recomputed * self.in_flight
 
     def _of_part(self, nbytes: int) -> int:
-        """Return what this rank keeps of an input: all of one that the parts do not divide."""
+        """Return this rank's bytes of an input; an input that does not divide evenly is kept
+        whole."""
         rest = nbytes // self.weight_bytes % self.spec.input_parts
         return nbytes // (1 if rest else self.spec.input_parts)
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of one layer's inputs; of a traced model, what each block moves in the mean."""
+        """Bytes of one layer's inputs; for a traced model, the mean that each block moves."""
         if self.traced is not None:
             moving = self.recomputed or self.repeated or len(self.spec.blocks)
             return sum(self.traced.block_inputs) // moving
@@ -96,14 +97,14 @@ class Placement:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of the hidden states of a microbatch, as one layer passes them to the next."""
+        """Bytes of a microbatch's hidden states between two layers."""
         tokens = self.config.train.micro_batch * self.config.data.seq_len
         return tokens * self.config.model.d_model * self.weight_bytes
 
     @property
     def least_activation_bytes(self) -> int:
-        """Bytes that activations of our transformer take at least, which takes no trace to know:
-        the inputs of layers that stay on the device, and logits with their gradient."""
+        """Lower bound on activation bytes of the shipped transformer, known without a trace: layer
+        inputs that stay on the device, and logits with their gradient."""
         config, stage = self.config, self.config.stage
         if self.trace is not None or config.hf is not None:
             return 0
@@ -117,7 +118,7 @@ class Placement:
         return nbytes
 
     def host(self) -> dict[str, int]:
-        """Return owner → bytes of one rank's host memory, as in its Ledger after a step."""
+        """Return owner → bytes of one rank's host memory, equal to its Ledger after a step."""
         owners = buffer_table.host_owners(self.spec)
         pool = buffer_table.pools(self.spec)[Memory.HOST_ACTIVATION]
         inputs = [pool.buffer(size) for size in self.block_inputs]
@@ -127,7 +128,7 @@ class Placement:
         return buffer_table.added([owners, by_owner(inputs), {"padding": padding}])
 
     def device(self) -> dict[str, int]:
-        """Return owner → bytes of one device, without activations and torch's needs."""
+        """Return owner → bytes of one device, without activations and other memory of torch."""
         owners = buffer_table.device_owners(self.spec)
         if self.spec.input_parts > 1 and not self.block_inputs:
             owners["block inputs"] = sum(self._kept_inputs)
@@ -135,7 +136,7 @@ class Placement:
 
     @property
     def frozen_bytes(self) -> int:
-        """Device bytes of frozen weights that are not streamed: they are torch's."""
+        """Device bytes of frozen weights that are not streamed; torch owns them."""
         parts = (part for part in parts_of(self.config) if part.name not in self.spec.streamed)
         frozen = (param for part in parts for param in part.params if not param.trained)
         return sum(
@@ -156,18 +157,18 @@ def place(
     """Lay out the step of one rank.
 
     Args:
-        config: the rank's part of the job, its precision resolved.
-        ranks: those that share a copy of the state.
-        available_bytes: host memory for the state and its second copies; None: without second
+        config: the rank's part of the job, with resolved precision.
+        ranks: number of ranks that share a copy of the state.
+        available_bytes: host memory for the state and its second copies; None: no second
             copies.
         trace: see `Placement`.
-        copies: the number of such groups of ranks.
+        copies: number of such groups of ranks.
         in_flight: see `Placement`.
-        rows: the fields of the spec that a stage of several adds.
+        rows: fields of the spec that a rank with one of several stages adds.
 
     Raises:
         PlanError: a device limit is too small for the slots and the unstreamed part, the stage
-            contradicts `working`, or Muon has no matrix to update; "offload_saved" without a trace.
+            contradicts `working`, or Muon has no matrix to update; "offload_saved" has no trace.
     """
     if config.offload.activations.mode == "offload_saved" and trace is None:
         raise PlanError(
@@ -197,7 +198,7 @@ def place(
             'such list that is trained: use optim.name = "adamw", or more layers'
         )
     placed = Placement(config, spec, trace, in_flight)
-    _ = placed.traced  # here, where what cannot be traced is an error of the placement
+    _ = placed.traced  # here, so that a failed trace is an error of the placement
     return placed
 
 

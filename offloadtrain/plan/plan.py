@@ -29,27 +29,27 @@ from offloadtrain.step.layout.tiers import Tier
 
 PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20
-"""Bytes of temporaries where Adam runs on a GPU (`kernels.on_device`)."""
+"""Bytes of temporaries of an update on a GPU (`kernels.on_device`)."""
 
 ESTIMATE_FACTOR = 2
-"""A job is refused if even this share of the estimated activations does not fit. Tests hold the
+"""A job is refused if even its estimated activations divided by this do not fit. Tests hold the
 estimate to 5 %; the margin is for other kernels, and for memory that other programs may free."""
 
 PROCESS_BYTES = {"cpu": 512 << 20, "cuda": 3 << 30}
-"""Host memory of one process with torch loaded, and CUDA's libraries."""
+"""Host memory of one process: torch on the CPU, or with CUDA's libraries."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory and the step of one rank.
+    """Memory and step time of one rank of a job.
 
     Attributes:
-        job: as requested, with its precision resolved.
-        name: of the machine.
+        job: as requested, with resolved precision and decisions.
+        name: name of the machine.
         hosts: number of hosts.
-        local_ranks: on each host.
-        placed: without second copies of the state.
-        requested: the job before the plan decided what it leaves open ("auto").
+        local_ranks: ranks on each host.
+        placed: placement without second copies of the state.
+        requested: the job before the plan decided its open options ("auto").
     """
 
     job: Config
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """All ranks, those of other stages of a pipeline and of other parts of matrices too."""
+        """Number of all ranks, including other pipeline stages and tensor parallel parts."""
         return self.placed.spec.replicas * self.job.ranks.pipeline * self.job.ranks.tensor
 
     @property
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """What the rank has in memory: one part of the model, or several."""
+        """Placements of the rank: one, or several for a rank with several stages."""
         return (self.placed,)
 
     @cached_property
@@ -83,23 +83,23 @@ class Plan:
 
     @property
     def stage_names(self) -> str:
-        """The stages of the model that the rank has, and what they contain; "": all of it."""
+        """The rank's pipeline stages and their contents; "" without stages."""
         return ""
 
     @property
     def engine_device(self) -> dict[str, int]:
-        """Owner → bytes on each device, without activations and torch's needs."""
+        """Owner → bytes on each device, without activations and other memory of torch."""
         return added(placed.device() for placed in self.placements)
 
     @property
     def _least_device(self) -> dict[str, int]:
-        """The same with what activations take at least."""
+        """As `engine_device`, with a lower bound on activations."""
         least = max(placed.least_activation_bytes for placed in self.placements)
         return self.engine_device | {"activations": least}
 
     @property
     def frozen_bytes(self) -> int:
-        """As of `Placement`."""
+        """Device bytes of frozen weights that are not streamed."""
         return sum(placed.frozen_bytes for placed in self.placements)
 
     @cached_property
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def second_copy_budget(self) -> int:
-        """Host bytes of a rank for the state and its second copies."""
+        """Host bytes of a rank available to the state and its second copies."""
         other_bytes = self.process_bytes + self.built_bytes
         other_bytes += sum(self.device.values()) if self.machine.on_cpu else 0
         return max(self.machine.host_memory_bytes // self.local_ranks - other_bytes, 0)
@@ -132,13 +132,13 @@ class Plan:
 
     @cached_property
     def host(self) -> dict[str, int]:
-        """Owner → bytes of one rank in host memory, in a step."""
+        """Owner → bytes of one rank in host memory during a step."""
         further = (placed.host() for placed in self.placements[1:])
         return added([self.with_copies.host(), *further]) | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:
-        """The same without optional second copies."""
+        """As `host`, without optional second copies."""
         return added(placed.host() for placed in self.placements) | {PROCESS: self.process_bytes}
 
     @cached_property
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def wear(self) -> Wear:
-        """What all ranks of a host write to its drive."""
+        """Bytes that all ranks of a host write to its drive."""
         prediction = self.prediction
         return wear(prediction.disk, self.machine, self.local_ranks, prediction.seconds)
 
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def most_tokens_per_s(self) -> float:
-        """A rate that no schedule exceeds, without a simulation; infinite where none is known."""
+        """Upper bound on tokens/s in any schedule, without a simulation; infinite for pipelines."""
         if self.job.ranks.pipeline > 1:
             return inf
         placed = self.with_copies
@@ -166,7 +166,7 @@ class Plan:
         return tokens / Costs(placed, self.machine).least_s
 
     def stage_lines(self) -> Iterator[str]:
-        """Yield a line for each stage of the model, where it is divided into stages."""
+        """Yield a line for each pipeline stage; none without stages."""
         yield from ()
 
     @property
@@ -182,8 +182,8 @@ class Plan:
 
     @property
     def host_peaks(self) -> Mapping[str, int]:
-        """Bytes of one host, all its ranks: while the model is built, in a step, and while a
-        checkpoint is written, which streams from the state."""
+        """Peak bytes of one host with all its ranks, by moment: while the model is built, in a
+        step, and during a checkpoint, which is streamed from the state."""
         return self._peaks(self.host, self.device)
 
     def _peaks(self, host: Mapping[str, int], device: Mapping[str, int]) -> dict[str, int]:
@@ -200,9 +200,9 @@ class Plan:
 
     @property
     def built_bytes(self) -> int:
-        """fp32 weights of the largest part of the model created at once, and a flat copy of its
-        largest tensor. Of a model of transformers with random weights, all of it is created at
-        once, by transformers, on the ranks of every stage."""
+        """Bytes of the fp32 weights of the largest part that is created at once, and of a flat copy
+        of its largest tensor. transformers creates a model with random weights as a whole, on the
+        ranks of every stage."""
         is_random = self.job.hf is not None and self.job.hf.init == "random"
         if (hf := self.job.hf if is_random else self.placed.config.hf) is not None:
             params = [sum(prod(p.sizes) for p in part.params) for part in hf.parts or ()]
@@ -214,8 +214,8 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of all ranks, but for buffers: every stage, the experts of all
-        ranks, and once what the parts of matrices have in common."""
+        """Bytes of a checkpoint of all ranks, without buffers: all stages, the experts of all
+        ranks, and tensors that tensor parallel ranks share once."""
         spec, part = self.placed.spec, self.placed.config
         blocks = spec.blocks
         if part.stage is not None or part.ranks.tensor > 1:
@@ -226,7 +226,7 @@ class Plan:
             bucket
             for block in blocks
             for bucket in block.buckets
-            for _ in range(spec.ranks // bucket.ranks)  # fewer ranks share some of all experts
+            for _ in range(spec.ranks // bucket.ranks)  # experts: fewer ranks share each bucket
         ]
         trained = sum(
             field.nbytes(bucket.numel, bucket.weight_bytes)
@@ -239,7 +239,7 @@ class Plan:
 
     @property
     def spill_bytes(self) -> int:
-        """Bytes of host memory of all ranks for what a save copies."""
+        """Bytes of all ranks' host memory for copies that a save makes."""
         spec = self.placed.spec
         of_one = sum(
             placed.spec.spill_bytes(b) for placed in self.placements for b in placed.spec.buckets
@@ -248,12 +248,12 @@ class Plan:
 
     @property
     def save(self) -> SaveCost | None:
-        """The cost of a checkpoint; None: the machine's disk was not measured."""
+        """Cost of a checkpoint; None if the machine's disk was not measured."""
         if not self.machine.disk_gbps:
             return None
         rate = 1e9 * self.machine.disk_gbps
         write_s = self.checkpoint_bytes / rate
-        # Of what each copy of the state spills, it writes its share.
+        # Each copy of the state writes its share of what all copies spill.
         spill_s = self.spill_bytes / self.placed.spec.copies / rate
         return save_cost(write_s, self.prediction.seconds, spill_s)
 
@@ -264,8 +264,8 @@ class Plan:
 
     @property
     def certain_problems(self) -> list[str]:
-        """The problems that no estimation error can explain: engine memory is exact, activations
-        count with a certain share only, and Python and torch are left out."""
+        """Problems that no estimation error explains: engine memory is exact, activations count
+        only with a certain share, and Python and torch are left out. Empty, or all `problems`."""
         engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
         guessed = self.activations.owners()
         sure = {owner: size // ESTIMATE_FACTOR for owner, size in guessed.items()}
@@ -291,15 +291,15 @@ class Plan:
 
     @property
     def device_has_room(self) -> bool:
-        """Whether what is on a device fits there; a CPU has the host's memory alone."""
+        """True if the device's part fits; always on a CPU, which has only host memory."""
         if self.machine.on_cpu:
             return True
-        room = self.device_room  # what is known at once comes first; activations take a trace
+        room = self.device_room  # cheap bound first: activations need a trace
         return sum(self._least_device.values()) <= room and sum(self.device.values()) <= room
 
     @property
     def has_room(self) -> bool:
-        """Whether all of it fits, and the device is not planned fuller than estimates allow."""
+        """True if everything fits, and the device is not fuller than estimates allow."""
         if self.machine.on_cpu:
             return self.fits
         used = sum(self.device.values()) + self._more_experts_bytes
@@ -307,13 +307,13 @@ class Plan:
 
     @property
     def _more_experts_bytes(self) -> int:
-        """What a rank holds more whose experts get twice the mean of tokens."""
+        """Additional activation bytes of a rank whose experts get twice the mean of tokens."""
         return self.activations.total if self.job.ranks.expert > 1 else 0
 
     @property
     def share_that_fits(self) -> float:
-        """The largest share of the state that still fits on the device; 0 on a CPU, whose device
-        has the host's memory."""
+        """Largest share of the state that still fits on the device; 0 on a CPU, whose device memory
+        is host memory."""
         if self.machine.on_cpu:
             return 0.0
         other_bytes = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
@@ -321,12 +321,11 @@ class Plan:
         return largest_share(self.placed, int(self.device_room * FULL) - other_bytes)
 
     def sums_that_fit(self, full: float) -> int:
-        """Return the largest share of the sums of microbatches, in hundredths, that still fits on
-        the device, for a plan that has none there; on a CPU all, as they take the host's memory
-        anywhere.
+        """Return the largest share of gradient sums, in percent, that still fits on the device, for
+        a plan with none there. 100 on a CPU, where both tiers are host memory.
 
         Args:
-            full: the share of the device that may be in use.
+            full: share of the device's memory that may be used.
         """
         if self.machine.on_cpu:
             return 100
@@ -341,19 +340,19 @@ class Plan:
         )
 
     def divisions(self) -> Sequence[tuple[int, ...]]:
-        """Return numbers of layers of each stage to try, the best one last; (): as many each."""
+        """Return divisions of layers into stages to try, best last; (): equal numbers of layers."""
         return ((),)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes beyond what a device and a host have."""
+        """Bytes that exceed the memory of a device and a host."""
         host = max(self._peaks(self.needed, self.device).values()) - self.host_room
         device = 0 if self.machine.on_cpu else sum(self.device.values()) - self.device_room
         return max(host, 0) + max(device, 0)
 
     @cached_property
     def fits(self) -> bool:
-        # What is known at once comes first; activations take a trace.
+        # Cheap bound first: activations need a trace.
         return not self._problems(self.needed, self._least_device) and not self.problems
 
 
@@ -365,15 +364,15 @@ def make(
     trace: Trace | None = None,
     stage: int | None = None,
 ) -> Plan:
-    """Plan a job for `ranks` ranks, with what it leaves open decided (`automatic`).
+    """Plan a job for `ranks` ranks, and decide the options that it leaves open (`automatic`).
 
     Args:
-        trace: tells what a microbatch of its model takes; None: the model's shape does.
-        stage: the rank of a pipeline to plan; None: the one that needs the most memory.
+        trace: traces a microbatch of the model; None: estimates are from the model's shape.
+        stage: the pipeline rank to plan; None: the one that needs the most memory.
 
     Raises:
-        PlanError: the machine cannot run it whatever its memory, or the placement contradicts
-            itself.
+        PlanError: the machine cannot run the job with any memory, or the placement is
+            contradictory.
         ConfigError: the ranks cannot share the batch.
     """
     job = resolved(job, machine)
@@ -393,7 +392,7 @@ def _placed(
     copies = replicas(job, ranks) // count
     if job.ranks.pipeline == 1:
         return Plan(job, name, machine, place(part, count, trace=trace, copies=copies))
-    # By name: nothing here depends on the package that divides models, which depends on this one.
+    # Imported by name: that package imports this one, and the core never imports it.
     plan_stages = import_module("offloadtrain.parallel.pipeline.plan").plan_stages
     divided: Plan = plan_stages(job, name, machine, part, count, copies, trace, stage)
     return divided

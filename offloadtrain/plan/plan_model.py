@@ -30,11 +30,11 @@ from offloadtrain.runtime.detect_machine import here
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The result of `plan_model`; `print` shows it.
+    """The result of `plan_model`; `print` it for a report.
 
     Attributes:
-        plan: memory by owner and tier, the time of a step, whether it fits.
-        changes: where it does not fit, the changes that make it fit, the fastest first.
+        plan: memory by owner and tier, the time of a step, and whether it fits.
+        changes: changes that make it fit, fastest first; empty if it fits.
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ class ModelPlan:
 
     @property
     def device_bytes(self) -> int:
-        """On each device at the peak, activations among them."""
+        """Peak bytes on each device, including activations."""
         return sum(self.plan.device.values())
 
     @property
@@ -68,28 +68,28 @@ def plan_model(
     config: OffloadConfig | None = None,
     **options: Unpack[OffloadOptions],
 ) -> ModelPlan:
-    """Plan `offload(model, **options)` on a machine, without weights and without data.
+    """Plan `offload(model, **options)` on a machine, without weights and data.
 
-    The module's own forward and backward run once over fake tensors: see [Note: Tracing a step] in
-    `trace_step`. Parameters and buffers are counted, activations and FLOPs are those of the trace.
+    The module's forward and backward run once over fake tensors: see [Note: Tracing a step] in
+    `trace_step`. Parameters and buffers are counted; activations and FLOPs are traced.
     The model does not change.
 
     Args:
-        model: in the mode (train or eval) to plan for, on any device, also meta; or a function that
-            makes it, which is called under `torch.device("meta")`.
-        batch: a microbatch of one rank, whose tensors may be on the meta device, with the samples
-            first: a mapping is passed as `model(**batch)`, a tuple as `model(*batch)`, and
-            anything else as `model(batch)`.
+        model: a model in the mode (train or eval) to plan for, on any device, including meta; or a
+            function that creates it, which is called under `torch.device("meta")`.
+        batch: a microbatch of one rank, samples first; its tensors may be on the meta device. A
+            mapping is passed as `model(**batch)`, a tuple as `model(*batch)`, and anything else as
+            `model(batch)`.
         machine: a machine file or the name of a shipped one; default: this machine.
         ranks: number of GPUs, each with such a microbatch.
-        loss: from the model's output to a scalar. Default: its `loss`, or the output if that is a
+        loss: maps the model's output to a scalar. Default: its `loss`, or the output if that is a
             scalar.
-        config, options: those of `offload`.
+        config, options: as in `offload`.
 
     Raises:
         ModelError: `offload` would refuse the model, or it cannot be traced.
-        PlanError, MachineError: the machine cannot run it whatever its memory.
-        ValueError: options out of range or contradictory.
+        PlanError, MachineError: the machine cannot run it with any memory.
+        ValueError: options are out of range or contradictory.
     """
     chosen = chosen_options(config, options).checked()
     name, target = _machine(machine)
@@ -121,8 +121,8 @@ def _made(factory: Callable[[], nn.Module]) -> nn.Module:
 def _job(
     model: nn.Module, batch: Any, config: OffloadConfig, ranks: int, *, loaded: bool
 ) -> Config:
-    """Describe the model as a job from which `make` plans. `loaded`: the host holds the full model
-    before the engine has its weights."""
+    """Describe the model as a job for `make`. `loaded`: the host holds the full model before the
+    engine has its weights."""
     parts = parts_of_module(model)
     in_memory = loaded and not any(param.is_meta for param in model.parameters())
     kind = type(model).__name__
@@ -144,7 +144,7 @@ def _job(
 
 
 def _sizes(batch: Any) -> tuple[int, int]:
-    """Return samples, and tokens of a sample: the longest row of whole numbers, or 1."""
+    """Return (samples, tokens per sample): the longest row of integers, or 1."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors:
         raise TraceError(
@@ -156,8 +156,8 @@ def _sizes(batch: Any) -> tuple[int, int]:
 
 
 def _resized(batch: Any, samples: int) -> Any:
-    """Return the batch as fake tensors, with this number of samples where it has samples; whole
-    numbers keep their values."""
+    """Return the batch as fake tensors, with `samples` in the sample dimension; integers keep their
+    values."""
     num_samples = _sizes(batch)[0]
 
     def fake(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A plan as text and as JSON."""
+"""Formats a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _OF_LIGER = (
 )
 
 CAUTION = 0.95
-"""Share of a host's memory above which a plan warns."""
+"""Share of a host's memory above which the report warns."""
 
 
 def text(plan: Plan, changes: Sequence[Change] = (), run: RunCost | None = None) -> str:
-    """Return the whole plan as text, the verdict first; `run`: default: that of the job."""
+    """Return the plan as text, verdict first; `run` defaults to the cost of the job's run."""
     lines = [_verdict(plan), *_cautions(plan)]
     lines += [(run or run_cost(plan)).text] if plan.fits else []
     parts = ["\n".join([*lines, _head(plan)]), _memory(plan), _step(plan)]
@@ -108,7 +108,7 @@ def as_json(
 
 
 def _of_hf(plan: Plan) -> str:
-    """Say what of another model is exact, and what is not."""
+    """Return a line on which figures of a transformers model are exact."""
     job = plan.job
     trained = (
         f"{format_count(job.num_trained)} trained; " if job.num_trained < job.num_params else ""
@@ -125,7 +125,7 @@ def _of_hf(plan: Plan) -> str:
 
 
 def _of_experts(job: Config) -> str:
-    """Say how many parameters FLOPs are counted by, if not by all."""
+    """Return the active parameters of a model with experts, by which FLOPs are counted; else ""."""
     shape = job.model
     if job.num_active is None or not shape.num_experts:
         return ""
@@ -134,7 +134,7 @@ def _of_experts(job: Config) -> str:
 
 
 def _of_blocks(plan: Plan) -> str:
-    """Describe the layers: of a traced model, as the engine has partitioned it."""
+    """Describe the layers; of a traced model, as the engine partitions it."""
     if plan.placed.trace is None:
         return f"{plan.job.model.num_layers} blocks of width {plan.job.model.d_model}"
     return f"{plan.placed.repeated} repeated blocks of {len(plan.placed.spec.blocks)}"
@@ -295,7 +295,7 @@ def _step(plan: Plan) -> str:
 
 
 def _copies(plan: Plan) -> Iterator[str]:
-    """Yield a line on what the copies of the state send each other."""
+    """Yield a line on communication between the copies of the state."""
     spec, sent = plan.placed.spec, plan.prediction.sent.copies
     if spec.copies > 1:
         among = AmongCopies(spec, plan.machine, plan.job.ranks.tensor)
@@ -308,7 +308,7 @@ def _copies(plan: Plan) -> Iterator[str]:
 
 
 def _parts(plan: Plan) -> Iterator[str]:
-    """Yield a line on what the parts of matrices send each other, which the device waits for."""
+    """Yield a line on communication of tensor parallel parts, which the device waits for."""
     parts, sent = plan.job.ranks.tensor, plan.prediction.sent.parts
     if parts > 1:
         where = "inside the host" if parts <= plan.machine.gpus else "between hosts"
@@ -321,7 +321,7 @@ def _parts(plan: Plan) -> Iterator[str]:
 
 
 def _experts(plan: Plan) -> Iterator[str]:
-    """Yield a line on the tokens on their way to experts, which the device waits for."""
+    """Yield a line on the exchange of tokens with experts, which the device waits for."""
     ranks, sent = plan.job.ranks.expert, plan.prediction.sent.experts
     if ranks > 1:
         local_experts = plan.job.model.num_experts // ranks
@@ -335,7 +335,7 @@ def _experts(plan: Plan) -> Iterator[str]:
 
 
 def _disk(plan: Plan) -> str:
-    """Say what a step moves, how fast, and what bounds it."""
+    """Return a line on disk traffic of a step, its rates, and its bound."""
     load, machine = plan.prediction.disk, plan.machine
     rates = f"{load.read_rate / 1e9:.3g} and {load.write_rate / 1e9:.3g} GB/s"
     if machine.disk_both_gbps:
@@ -385,7 +385,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _cautions(plan: Plan) -> list[str]:
-    """Warn of a host that has little left for other programs."""
+    """Warn if a host has little memory left for other programs."""
     share = max(plan.host_peaks.values()) / max(plan.host_room, 1)
     if not CAUTION < share <= 1:
         return []
@@ -396,7 +396,7 @@ def _cautions(plan: Plan) -> list[str]:
 
 
 def _needs(plan: Plan) -> str:
-    """Say what a GPU and a host need at their peaks, of what they have."""
+    """Return the peak bytes of a GPU and a host, and their room."""
     host = max(plan.host_peaks.values())
     on_host = f"host {format_bytes(host)} of {format_bytes(plan.host_room)}"
     if plan.machine.on_cpu:
@@ -406,7 +406,7 @@ def _needs(plan: Plan) -> str:
 
 
 def _changes(plan: Plan, changes: Sequence[Change]) -> str:
-    """List what makes a plan fit that does not; or what comes nearest to it."""
+    """List changes that make the plan fit, or the nearest one if none does."""
     if not changes:
         return "No placement, format or microbatch makes it fit."
     if not changes[0].plan.fits:
@@ -432,7 +432,7 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> str:
 
 
 def alternatives(changes: Sequence[Change]) -> str:
-    """List other settings that fit."""
+    """Return a list of other settings that fit."""
     return "\n".join(["Others that fit, with --set:", *map(_change, changes)])
 
 
@@ -442,11 +442,11 @@ def _change(change: Change) -> str:
 
 
 def hidden_above(placed: Placement, machine: Machine) -> int:
-    """Return the least `offload_saved_above`, in bytes, from which on all that is moved goes down
-    while forward computes and comes back while backward does; 0: with the job's own.
+    """Return the least `offload_saved_above`, in bytes, with which all moved tensors go down during
+    forward and come back during backward; 0: the job's value is enough.
 
-    The copies of weights and gradients use the same bus and are not counted: a simulation of the
-    step tells what they leave.
+    Copies of weights and gradients use the same bus but are not counted; a simulated step
+    shows how much they leave.
 
     Raises:
         MachineError: as `predict`.
@@ -464,7 +464,8 @@ def hidden_above(placed: Placement, machine: Machine) -> int:
 
 
 def _saved_tensors(placed: Placement, machine: Machine) -> str:
-    """Say how many tensors move and, where compute does not hide them, which it would."""
+    """Return a line on saved tensors that move and, if compute does not hide them, which it
+    would."""
     sizes, threshold = placed.block_inputs, placed.config.offload.activations.offload_saved_above
     if not sizes:
         return (

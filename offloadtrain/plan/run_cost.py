@@ -1,4 +1,4 @@
-"""The time of a whole run, what it writes and what it costs, with the error of such plans."""
+"""Time, written bytes and price of a run, with the error of earlier plans."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain.plan.plan import Plan
 
 JOB_ERRORS = Path(__file__).parent / "baselines/job_errors.json"
-"""Errors of the plans of jobs: the columns of docs/validation.md that it names."""
+"""Errors of plans of jobs, in the columns of docs/validation.md that the file names."""
 
 _HOUR_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The errors of a system's predictor over known throughputs.
+    """Errors of a system's predictor over known throughputs.
 
     Attributes:
-        median: of absolute errors.
-        worst: the largest one, signed.
-        band: nine tenths of them are at most so large.
+        median: median of absolute errors.
+        worst: largest error by size, signed.
+        band: bound on the size of nine tenths of the errors.
     """
 
     cells: int
@@ -46,11 +46,11 @@ class Accuracy:
 
 @cache
 def accuracy_of_plans(gpu: str | None = None) -> tuple[Accuracy, str]:
-    """Return how far plans of jobs were off, and of what.
+    """Return the errors of earlier plans of jobs, and what they were compared with.
 
     Args:
-        gpu: torch's name of it: of one that no step was measured on, published runs count. None:
-            of all that were measured.
+        gpu: torch's name of a GPU; if no step was measured on it, published runs are used. None:
+            all measured runs.
     """
     known = json.loads(JOB_ERRORS.read_text(encoding="utf-8"))
     kind = "measured" if gpu in (None, *known["gpus"]) else "published"
@@ -60,17 +60,17 @@ def accuracy_of_plans(gpu: str | None = None) -> tuple[Accuracy, str]:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of an hour of one host; `currency` stands before an amount."""
+    """Price of one host per hour; `currency` is its prefix, such as "$"."""
 
     per_hour: float
     currency: str = ""
 
 
 def parse_price(text: str) -> Price:
-    """Read "0.35/h", "$0.35/h" or "EUR 0.35".
+    """Parse "0.35/h", "$0.35/h" or "EUR 0.35".
 
     Raises:
-        ConfigError: it is no price.
+        ConfigError: the text is not a price.
     """
     match = re.fullmatch(r"([^\d\s.,/-]{0,4}\s?)(\d{0,9}\.?\d{1,9})\s*(/h)?", text.strip())
     if match is None:
@@ -81,18 +81,18 @@ def parse_price(text: str) -> Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """What is left of a run.
+    """Cost of the remainder of a run.
 
     Attributes:
-        steps, tokens: of them.
-        seconds: of steps and of what training waits for checkpoints; without evaluations.
-        checkpoints: the one at the end is one of them.
-        written_bytes: of checkpoints, and of state on the disk.
-        money: in the price's currency; None: no price is known.
-        per_hour: the price of an hour of one host.
-        band: how much of the time, and of the money, nine tenths of such plans were off at most;
-            None: no such plan has a measured time.
-        basis: what they were off from.
+        steps, tokens: remaining steps, and their tokens.
+        seconds: time of steps and of waits for checkpoints; without evaluations.
+        checkpoints: number of checkpoints, including the final one.
+        written_bytes: bytes of checkpoints, and of state on the disk.
+        money: price in `currency`; None if no price is known.
+        per_hour: price of one host per hour.
+        band: relative error of time and money that nine tenths of earlier plans stayed below;
+            None if no such plan was measured.
+        basis: the measurements behind `band`.
     """
 
     steps: int
@@ -108,7 +108,7 @@ class RunCost:
 
     @property
     def text(self) -> str:
-        """All of it in one line."""
+        """The cost in one line."""
         money = "" if self.money is None else f" and {self.currency}{self.money:.2f}"
         if money and not self.currency:
             money = f", cost {self.money:.2f} ({self.per_hour:g} per hour)"
@@ -122,16 +122,16 @@ class RunCost:
 
 
 def steps_for(job: Config, tokens: int) -> int:
-    """Return the steps that see so many tokens; 0: those of the job."""
+    """Return the number of steps for this many tokens; 0: the job's steps."""
     return -(-tokens // job.batch_tokens) if tokens else job.train.steps
 
 
 def run_cost(plan: Plan, *, tokens: int = 0, price: Price | None = None, done: int = 0) -> RunCost:
-    """Return what is left of a planned run.
+    """Return the cost of the remainder of a planned run.
 
     Args:
-        tokens: of the whole run; 0: as the job's steps have.
-        done: steps.
+        tokens: tokens of the complete run; 0: those of the job's steps.
+        done: completed steps.
     """
     job, step, save = plan.job, plan.prediction, plan.save
     steps, every = steps_for(job, tokens), job.train.checkpoint_every

@@ -1,4 +1,4 @@
-"""Prediction of a step's time: the engine's schedule, simulated with what each operation costs."""
+"""Predicts the time of a step by simulating the engine's schedule with each operation's cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offloadtrain.step.proof.simulate import Steady, bound, steady
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one rank sends to others in a step, and the time of it."""
+    """Bytes that one rank sends to other ranks in a step, and their time."""
 
     num_bytes: int
     seconds: float
@@ -27,12 +27,12 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one rank sends to others in a step, in addition to the collectives of ZeRO.
+    """Communication of one rank in a step, in addition to the collectives of ZeRO.
 
     Attributes:
-        copies: sums with the ranks that hold the same shard in other copies of the state.
-        parts: sums with the other parts of its matrices, in which the device computes nothing.
-        experts: tokens to experts of other ranks and back, in which the device computes nothing.
+        copies: all-reduces with ranks that hold the same shard in other copies of the state.
+        parts: all-reduces of tensor parallel, during which the device is idle.
+        experts: exchange of tokens with experts of other ranks, during which the device is idle.
     """
 
     copies: Exchange
@@ -47,22 +47,23 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One optimizer step in the long run.
+    """One optimizer step in steady state.
 
     Attributes:
         busy_s: lane → seconds of work.
-        launch_s: what the host takes to launch a step: no step is shorter.
-        none_right_s: `seconds` if every guess of `update = "speculative"` is wrong, as where all
-            gradients are clipped; the other values are of right ones. None: nothing is guessed.
-        exposed_s: lane → seconds the device waited for it.
-        tokens_per_s: of all ranks.
-        tflops: of one rank: 6·N + 12·L·d·T per token, recompute not counted.
-        hardware_tflops: of one rank, recompute counted.
-        mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
-        d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
-        sent: of one rank; `comm_bytes` includes those with copies of the state.
-        dram_bytes: memory traffic of one rank's host work.
-        disk: what one rank asks of its drive.
+        launch_s: seconds in which the host launches a step, a lower bound of its time.
+        none_right_s: `seconds` if every prediction of `update = "speculative"` is wrong, for
+            example if all gradients are clipped; other values assume right ones. None in other
+            modes.
+        exposed_s: lane → seconds in which the device waited for it.
+        tokens_per_s: tokens/s of all ranks.
+        tflops: Tflop/s of one rank: 6·N + 12·L·d·T per token, without recompute.
+        hardware_tflops: Tflop/s of one rank, with recompute.
+        mfu: share of the data sheet's FLOP/s, without recompute; None if unknown.
+        d2h_bytes, h2d_bytes, comm_bytes: bytes of one rank; `h2d_bytes` includes loads.
+        sent: communication of one rank; `comm_bytes` includes `sent.copies`.
+        dram_bytes: memory traffic of one rank's host kernels.
+        disk: disk load of one rank.
     """
 
     seconds: float
@@ -83,7 +84,7 @@ class Prediction:
 
     @property
     def forward_again(self) -> float:
-        """The share of the forward's FLOPs that backward executes again."""
+        """Share of the forward's FLOPs that backward executes again."""
         return 3 * (self.hardware_tflops / self.tflops - 1)
 
     @property
@@ -92,13 +93,13 @@ class Prediction:
 
     @property
     def bound(self) -> tuple[float, str]:
-        """The busiest lane, or link that lanes share, and its seconds: no schedule is faster."""
+        """(seconds, name) of the busiest lane, or link that lanes share: no schedule is faster."""
         return bound(self.busy_s)
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:
-    """Simulate a step of one of `placed.spec.ranks` ranks, which fill the hosts one by one; of a
-    stage of a model, as if it waited for no other stage.
+    """Simulate a step of one of `placed.spec.ranks` ranks, which fill the hosts one by one; a
+    pipeline stage is simulated as if it never waited for other stages.
 
     Raises:
         MachineError: the machine does not have the precision or the links.
@@ -121,22 +122,22 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
 
 
 def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
-    """Return what the kernels of one microbatch of a rank take, recompute included.
+    """Return the compute seconds of a rank's microbatch, recompute included.
 
     Raises:
-        MachineError: as `predict`.
+        MachineError: as in `predict`.
     """
     return sum(Costs(placed, machine).computed.values(), NOTHING)
 
 
 _LAYERS, _FEW_LAYERS = 14, (8, 12)
-"""More layers than the first, if they are alike, are simulated as these two; each further one takes
-as long as the one adds to the other. The largest models would take seconds."""
+"""Models with more than `_LAYERS` equal layers are extrapolated from `_FEW_LAYERS`: each further
+layer adds the same time. Simulating the largest models completely would take seconds."""
 
 
 def _of_layers(costs: Costs, spec: StepSpec, clipped: bool) -> Steady:
     nbytes, layers = costs.placed.input_bytes, sum(block.repeated for block in spec.blocks)
-    # A delayed update may end after the step it belongs to, which is no line in the layers.
+    # A delayed update may end after its own step, so its time is not linear in the layers.
     if layers <= _LAYERS or spec.config.update != "exact" or not _alike(spec):
         return steady(spec, costs.seconds, nbytes, clipped=clipped)
     few, some = _FEW_LAYERS
@@ -145,7 +146,7 @@ def _of_layers(costs: Costs, spec: StepSpec, clipped: bool) -> Steady:
 
 
 def _alike(spec: StepSpec) -> bool:
-    """Whether all layers have buckets of the same sizes, in the same places."""
+    """Return True if all layers have buckets of the same sizes in the same places."""
     layers = [block for block in spec.blocks if block.repeated]
     kinds = {
         (
@@ -161,7 +162,7 @@ def _alike(spec: StepSpec) -> bool:
 
 
 def _with_layers(spec: StepSpec, count: int) -> StepSpec:
-    """Return the spec with the first of its layers only."""
+    """Return the spec with only its first `count` layers."""
     layers = [block for block in spec.blocks if block.repeated]
     left_out = {block.name for block in layers[count:]}
     return replace(spec, blocks=tuple(block for block in spec.blocks if block.name not in left_out))

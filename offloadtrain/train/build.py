@@ -1,4 +1,4 @@
-"""From a job to a `TrainingContext`: torch, device, plan, data, model, optimizer, on every rank."""
+"""Builds a `TrainingContext` from a job: torch, device, plan, data, model, optimizer; per rank."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class TrainingContext:
     """Everything the training loop uses.
 
     Attributes:
-        local: the job of this rank, with its part of the global batch, and of the model.
-        ranks: the ranks, for the loop's own exchanges.
-        replicas: those that hold the same part of the model, in all copies of the state; they
+        local: the job as this rank runs it: its part of the global batch and of the model.
+        ranks: all ranks; the loop uses their collectives.
+        replicas: the ranks that hold the same part of the model, in all copies of the state; they
             divide the batch.
-        pipelined: this rank's stage of a pipeline; None: it holds the whole model.
+        pipelined: this rank's stage of a pipeline; None if it holds all layers.
         precision: precision of the working weights, with "auto" resolved.
-        why: the reason for the precision, if it was chosen here.
+        why: the reason for the precision if "auto" chose it; else "".
         plan: the plan of this job on this machine.
-        val_tokens: None if nothing is held out.
+        val_tokens: None if the job has no validation tokens.
     """
 
     local: Config
@@ -92,15 +92,16 @@ def assemble(
     rank_info: RankInfo | None = None,
     resumed: ResumedSettings | None = None,
 ) -> TrainingContext:
-    """Build everything at the state before the first step. Every rank calls this.
+    """Build everything in the state before the first step. Every rank calls this.
 
     Args:
-        rank_info: this process among the ranks; default: a single rank.
-        resumed: settings of the checkpoint to resume; None: a new run.
+        rank_info: rank, local rank and sizes of this process; default: a single rank.
+        resumed: settings of the checkpoint to resume; None for a new run.
 
     Raises:
-        ConfigError: the machine or the data does not have what the job requests.
-        DataError, HostMemoryError: from the verified data and from the engine.
+        ConfigError: the machine or the data lacks what the job requests.
+        DataError: a token file is missing or damaged.
+        HostMemoryError: the engine's host memory does not fit.
     """
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
@@ -152,11 +153,11 @@ def assemble(
 
 
 def _mesh(job: Config, device: torch.device, ranks: Ranks) -> Mesh:
-    """Divide the ranks into stages of a pipeline, replicas in groups that share a copy of the state
-    and parts of matrices, or by their experts; without those all are replicas that share one.
+    """Divide the ranks into pipeline stages, tensor-parallel parts, groups that share a copy of the
+    state, or expert groups. Without these options all ranks are replicas that share one copy.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: the ranks cannot be divided as the job requests.
     """
     group = shards(job, ranks.size)
     table = job.ranks
@@ -168,10 +169,10 @@ def _mesh(job: Config, device: torch.device, ranks: Ranks) -> Mesh:
 def _precision(
     requested: Precision, device: torch.device, ranks: Ranks, resumed: ResumedSettings | None
 ) -> tuple[Precision, str]:
-    """Return the precision for all ranks and the whole run: "auto" is measured once.
+    """Return the precision, equal on all ranks and for the whole run: "auto" is measured once.
 
     Raises:
-        ConfigError: this rank's GPU does not compute in it.
+        ConfigError: this rank's GPU does not compute in this precision.
     """
     if requested == "auto" and resumed is not None:
         chosen, why = resumed.precision, "as before"
@@ -182,12 +183,11 @@ def _precision(
 
 
 def described(job: Config) -> Config:
-    """Return the job with every parameter of its model known, which `model.hf` needs transformers
-    for.
+    """Return the job with the full shape of its model; `model.hf` needs transformers for that.
 
     Raises:
-        ConfigError: transformers is not installed, or does not know the model, or the stages of
-            [ranks] cannot divide it; or the model cannot do what the job asks for.
+        ConfigError: transformers is missing, does not know the model, or [ranks] asks for stages
+            that cannot divide it; or the model does not support an option of the job.
     """
     if job.hf is None:
         return job
@@ -203,7 +203,7 @@ def _offloaded(
     """Build and offload the model, or this rank's stage of it.
 
     Args:
-        shape: of the whole model.
+        shape: shape of the model with all stages.
     """
     train, terms = config.train, None
     if train.chunked_loss:
@@ -253,7 +253,7 @@ def offload_job(
     """Offload a model with the options of its job, whose precision is resolved.
 
     Args:
-        mesh: of the ranks; None: all of them are replicas.
+        mesh: mesh of the ranks; None: all ranks are replicas.
     """
     return offload(
         model,
@@ -267,7 +267,7 @@ def offload_job(
 
 
 def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
-    """Raises RankError if ranks have different job files, overrides or token files."""
+    """Raise RankError if ranks have different job files, overrides or token files."""
     of_ranks = ranks.gather((asdict(job), tokens.header.content))
     for rank, (other, content) in enumerate(of_ranks):
         if other != of_ranks[0][0]:
@@ -278,8 +278,8 @@ def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
 
 
 def _offload_options(job: Config, precision: Precision, why: str) -> OffloadConfig:
-    """Return the job's options with the resolved precision. What is on the disk lies next to the
-    runs, unless the job names a folder for it.
+    """Return the job's options with the resolved precision. Disk state goes next to the runs
+    unless the job names a folder.
 
     Raises:
         ConfigError: an option contradicts the precision; it names both keys.
@@ -297,7 +297,7 @@ def _offload_options(job: Config, precision: Precision, why: str) -> OffloadConf
 def _planned(
     config: Config, device: torch.device, rank_info: RankInfo, ranks: Ranks, mesh: Mesh
 ) -> Plan:
-    """Refuse a job that does not fit before the first byte is allocated.
+    """Plan the job, and refuse it before the first allocation if it does not fit.
 
     Raises:
         PlanError: the engine's own memory does not fit.
@@ -325,7 +325,7 @@ def _planned(
     machine = replace(machine, gpus=rank_info.local_size)
     trace = needed_trace(config, machine, ranks.size)
     local = settled(config, name, machine, ranks.size, trace)
-    # By rank 0's memory and rates. What is sent has no tuples.
+    # All ranks use the decisions of rank 0. The broadcast turns tuples into lists.
     options, each = ranks.broadcast_object([local.offload.options(), local.ranks.layers_per_stage])
     stages = replace(config.ranks, layers_per_stage=tuple(each))
     chosen = replace(config, offload=OffloadConfig(**options), ranks=stages)
@@ -338,19 +338,19 @@ def _planned(
 
 
 def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
-    """Return the trace that a plan of this job must have; None: that of its shape is enough.
+    """Return the trace that a plan of this job requires; None if a shape estimate is enough.
 
-    With `offload.activation = "offload_saved"` each tensor that autograd saves goes to the host by
-    its own size, which the layout of the host's memory needs.
+    With `offload.activation = "offload_saved"` autograd's saved tensors go to the host one by one,
+    and the layout of host memory needs the size of each.
     """
     needed = job.offload.activations.mode == "offload_saved"
-    # Of other models than ours the shape estimates activations, too coarsely to fill a device.
+    # For foreign models the shape-based estimate of activations is too coarse to fill a device.
     needed = needed or (job.hf is not None and job.offload.activations.recompute_blocks == "auto")
     return tracer_of(job, machine, ranks) if needed else None
 
 
 def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
-    """Return what traces a microbatch of one rank; nothing is traced yet.
+    """Return the tracer of a microbatch of one rank; the trace itself runs on first use.
 
     Raises:
         PlanError: the machine does not support device, precision or state format.
@@ -365,15 +365,15 @@ def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
 def open_on_ranks(
     config: Config, ranks: Ranks, *, verifies: bool
 ) -> tuple[TokenFile, TokenFile | None]:
-    """Open and verify the token files; rank 0 makes them first if they are missing. Every rank
+    """Open and verify the token files; rank 0 prepares missing ones first. Every rank
     calls this.
 
     Args:
-        verifies: this rank compares the files with their checksums; one rank of each host does.
+        verifies: this rank compares the checksums of the files; set it on one rank per host.
 
     Raises:
-        ConfigError: their vocabulary is larger than the model's.
-        DataError: they are missing or damaged.
+        ConfigError: the vocabulary of a file is larger than the model's.
+        DataError: a file is missing or damaged.
     """
     # The other ranks wait until rank 0 has prepared the files.
     if ranks.rank:
@@ -385,13 +385,13 @@ def open_on_ranks(
         _check_vocabulary(config, tokens)
     for tokens in filter(None, opened if verifies else ()):
         verify(tokens, partial(HEARTBEAT.advance, "verifying the tokens"))
-    # No rank goes on before the files of its host are verified.
+    # No rank continues before the files of its host are verified.
     ranks.barrier()
     return opened
 
 
 def open_tokens(config: Config) -> tuple[TokenFile, TokenFile | None]:
-    """Open the token files of a job, made first if the job names a source."""
+    """Open the token files of a job; a job with a source prepares them first."""
     data = config.data
     if not data.source:
         return TokenFile(data.train), TokenFile(data.val) if data.val else None
@@ -420,10 +420,10 @@ def open_tokens(config: Config) -> tuple[TokenFile, TokenFile | None]:
 
 
 def epoch_tokens(job: Config) -> int:
-    """Return the tokens that a job trains on in one epoch: whole windows, or documents.
+    """Return the tokens of one epoch of a job: those of complete windows, or of documents.
 
     Raises:
-        DataError: they cannot be read, or are too few.
+        DataError: the tokens cannot be read, or are too few.
     """
     with TemporaryDirectory() as cache:
         tokens, _ = open_tokens(replace(job, data=replace(job.data, cache=cache)))
@@ -432,7 +432,7 @@ def epoch_tokens(job: Config) -> int:
 
 
 def masking_of(config: Config, tokens: TokenFile) -> Masking | None:
-    """Return what hides tokens of a file in a job of an encoder; None: a decoder."""
+    """Return the masking of a masked-language-model job; None for a decoder."""
     if config.hf is not None or config.model.is_causal:
         return None
     return Masking(config.model.mask_token, tokens.header.vocab_size)
@@ -456,7 +456,7 @@ def _check_vocabulary(config: Config, tokens: TokenFile) -> None:
 
 
 def _tokenizer_of_weights(config: Config) -> str:
-    """Return the folder of the weights that a job starts from, if it has a tokenizer; else ""."""
+    """Return the folder of the job's initial weights if it has a tokenizer; else ""."""
     if config.hf is None or config.hf.init != "weights":
         return ""
     with suppress(FileNotFoundError):  # a run resumes without its folder
@@ -474,8 +474,8 @@ def check_tokenizers(
 ) -> None:
     """
     Raises:
-        ConfigError: the files are known not to be of one tokenizer, or not of the job's; or the
-            text generated after the last step could not be decoded.
+        ConfigError: the files are known to use different tokenizers, or another one than the
+            job's, or the tokenizer that decodes the final sample is not available.
     """
     identity = train.header.tokenizer_id
     if val is not None and val.header.tokenizer_id not in ("", identity):
@@ -491,7 +491,7 @@ def check_tokenizers(
         )
     is_new = identity not in ("", "" if resumed is None else resumed.tokenizer)
     if is_new and not wanted and (folder := _tokenizer_of_weights(config)):
-        with suppress(DataError):  # one that cannot be read here
+        with suppress(DataError):  # a tokenizer that cannot be read here
             if tokenizer(folder).identity != identity:
                 raise ConfigError(
                     f"{train.path} was prepared with another tokenizer ({train.header.tokenizer}) "
@@ -516,9 +516,9 @@ def set_up_torch(
     """Set up this process, before anything is drawn or allocated.
 
     Raises:
-        ConfigError: the limit on GPU memory cannot be kept.
+        ConfigError: the limit on GPU memory cannot be applied.
     """
-    # Each rank draws its own dropout, but for those that compute the same batch.
+    # Dropout differs between ranks, but not between tensor-parallel ranks of the same batch.
     seed_all(config.train.seed + rank_info.rank // config.ranks.tensor)
     torch.set_num_threads(_threads(config, device, rank_info, resumed))
     if config.device.threads:
@@ -540,15 +540,15 @@ def set_up_torch(
             raise ConfigError(
                 f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
             )
-        # torch enforces it for every allocation.
+        # torch enforces the limit for every allocation.
         torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)
 
 
 def _threads(
     config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
 ) -> int:
-    """Return torch's number of threads: as requested, or as in the checkpoint since bits depend on
-    it, or as available."""
+    """Return torch's number of threads: the job's, else the checkpoint's (the bits of results
+    depend on it), else the number of usable CPUs."""
     if config.device.threads:
         return config.device.threads
     alone = rank_info.local_size == 1
@@ -562,7 +562,7 @@ def _threads(
 
 
 def _share(rank_info: RankInfo) -> int:
-    """Return the CPUs per rank of this host, by affinity and quota; at least 1."""
+    """Return the CPUs per rank of this host by affinity and quota; at least 1."""
     usable, quota = len(os.sched_getaffinity(0)), cgroup.cpu_quota()
     if quota is not None:
         usable = min(usable, int(quota))

@@ -1,4 +1,4 @@
-"""This process as a rank of a job: joining, opening one run folder, ending together."""
+"""This process as a rank of a job: connects, opens the shared run folder, reports, ends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from offloadtrain.train.run_folder import Opened, RunFolder, Say, open_run
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Timeout of last resort: `failure_detector.FailureDetector` notices a failed rank much earlier."""
+"""Timeout of last resort: `failure_detector.FailureDetector` detects a failed rank much earlier."""
 _RUN_KEY = "offloadtrain/run"
 
 
 class DistributedRun:
-    """Context of every rank. A rank that leaves with an error reports it to the others, and
-    ends."""
+    """Context of a rank. If the rank leaves it with an error, the rank reports the error to the
+    other ranks and ends its process."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class DistributedRun:
     ) -> None:
         """
         Args:
-            code_of: exit code of a process that an error ends.
-            stop: this rank's stop requests. All ranks are told to stop; one may end before it
-                could say why, and the others know by their own.
-            watchdog: reports hangs of ranks; None: a launcher of ours judges them.
+            code_of: returns the exit code of a process that ends with this error.
+            stop: this rank's stop requests. A launcher stops all ranks; a rank may end before it
+                has reported why, and the other ranks then rely on their own stop request.
+            watchdog: reports hangs of ranks; None if offloadtrain's launcher detects them.
 
         Raises:
             ConfigError: there are more ranks on this host than GPUs.
@@ -66,7 +66,7 @@ class DistributedRun:
         try:
             self._failures = FailureDetector(store, rank_info, self._lost, watchdog=watchdog)
         except StoppedEarlyError as error:
-            # The others may know this rank already, and would take its end for a failure.
+            # Other ranks may already know this rank, and would take its end for a failure.
             say_stopped_early(store, rank_info, str(error))
             raise
         self._log: RunLog | None = None
@@ -97,7 +97,7 @@ class DistributedRun:
 
         Raises:
             RankError: another rank has failed first.
-            StoppedEarlyError: another rank was told to stop while it was building.
+            StoppedEarlyError: another rank was asked to stop during set-up.
         """
         self._log = log
         try:
@@ -113,7 +113,7 @@ class DistributedRun:
 
     @property
     def nproc(self) -> int:
-        """The ranks that `--nproc` starts anew; 1 where they are on several hosts."""
+        """Ranks that `--nproc` starts again; 1 if the ranks are on several hosts."""
         info = self.rank_info
         return info.size if info.local_size == info.size else 1
 
@@ -135,13 +135,13 @@ class DistributedRun:
         self._end(error)
 
     def _end(self, error: BaseException) -> None:
-        """End the process at once: lanes may hang in a collective that others have left, and so
-        would an orderly end."""
+        """End the process at once. An orderly end could hang: lanes may wait in a collective that
+        other ranks have left."""
         if isinstance(error, StoppedEarlyError):
             self._failures.stop_early(str(error))
             self._leave("" if self.rank_info.rank else told_early(error), self._code_of(error))
         known = isinstance(error, OffloadTrainError) and not isinstance(error, LostRankError)
-        # A collective without its peer has no story of its own.
+        # A collective fails because its peer is gone, so the peer's failure is the cause to report.
         if not known and (cause := self._failures.cause()) is not None:
             error, known = RankError(_blamed(cause)), True
         self._failures.fail(f"{type(error).__name__}: {error}")
@@ -151,8 +151,8 @@ class DistributedRun:
         self._leave(f"rank {self.rank_info.rank}: {text}", self._code_of(error))
 
     def _lost(self, cause: str) -> None:
-        """Handle, on the detector's thread, a rank that has left while the training thread does
-        not end."""
+        """Handle a rank that has left while the training thread continues. Runs on the detector's
+        thread."""
         early = self._stops_early()
         error = StoppedEarlyError(cause) if early else RankError(_blamed(cause))
         if self._log is not None:

@@ -1,8 +1,8 @@
 """The dry run of a job: the engine's layout on the meta device, and a proof of its program.
 
 `offloadtrain train JOB --dry-run`. The engine lays out the whole model, and its bytes must equal
-the plan's. The program of its steps is driven without the model, at real size, and proved free of
-races. `preview` adds the plan, and what a host needs in each state format.
+the plan's. The program of its steps is generated at real size, without the model, and proved free
+of races. `preview` adds the plan and the host memory of each state format.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from offloadtrain.train.build import described, empty_model, needed_trace
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16
-"""Limits on the proved repeated blocks; further ones only repeat others."""
+"""Limits on the proved program; further repeated blocks add no new cases."""
 
 
 class DryRunError(OffloadTrainError):
-    """The engine differs from the plan; this is a defect of offloadtrain."""
+    """The engine differs from the plan, which is a defect of offloadtrain."""
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool, Config]:
-    """Return the needs of a job, whether it fits, and the job with its decided sums and update
-    mode, on its machine or else on this one."""
+    """Return (report, True if the job fits, the job with the plan's decisions on gradient sums and
+    update mode), for the job's machine or else this one."""
     described_job = described(config)
     name, machine = _machine(described_job)
     trace = needed_trace(described_job, machine, ranks)
@@ -90,7 +90,7 @@ def _machine(config: Config) -> tuple[str, Machine]:
 
 
 def _formats(plan: Plan, trace: Trace | None) -> str:
-    """Return the host's needs in each state format that supports the precision."""
+    """Return a line with the host memory of each state format that supports the precision."""
     job, precision = plan.job, plan.job.offload.precision
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():
@@ -103,11 +103,11 @@ def _formats(plan: Plan, trace: Trace | None) -> str:
 
 
 def check(plan: Plan) -> str:
-    """Lay out and prove; return a sentence on the result.
+    """Lay out the model and prove its program; return a sentence on the result.
 
     Raises:
         DryRunError: the engine's layout differs from the plan's, or its program has a race.
-        HostMemoryError, DeviceMemoryError: from the engine, if a limit is too small.
+        HostMemoryError, DeviceMemoryError: the engine exceeds a memory limit.
     """
     ledger = laid_out(plan)
     launches, layers, left_out = 0, 0, 0
@@ -144,7 +144,7 @@ def laid_out(plan: Plan) -> Ledger:
 
 
 def _placements(plan: Plan) -> tuple[Placement, ...]:
-    """Return those of the rank's stages, second copies of the state included."""
+    """Return the placements of the rank's stages, second copies of the state included."""
     return plan.with_copies, *plan.placements[1:]
 
 
@@ -173,8 +173,8 @@ def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
 
 
 def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
-    """Return a stage of the model, or all of it, on the meta device, and its first parameter's
-    number."""
+    """Return a stage of the model, or the model without stages, on the meta device, and the index
+    of its first parameter."""
     model = empty_model(plan.job)
     if plan.job.hf is not None:
         transformers_plan.narrowed(model, plan.job.ranks.tensor)
@@ -199,8 +199,8 @@ def _first_difference(spec: StepSpec, planned: StepSpec) -> str:
 
 
 def _compare(ledger: Ledger, specs: Sequence[StepSpec]) -> None:
-    """Raises DryRunError if the Ledger differs from the specs; gradients of ZeRO stage 1 are
-    allocated on first use."""
+    """Raise DryRunError if the Ledger differs from the specs. (Gradients of ZeRO stage 1 are
+    allocated on first use.)"""
     tiers = {
         "device": [by_owner(buffer_table(spec).allocated(Tier.DEVICE).values()) for spec in specs],
         "host": [host_owners(spec) for spec in specs],
@@ -224,8 +224,8 @@ def proved(
     """Return (operations, faults) of a few steps of the first and the last rank, at real size.
 
     Args:
-        input_bytes: bytes of a repeated block's input; activation = "offload" moves it.
-        unflushed: the stage of a pipeline without flushes, whose steps overlap.
+        input_bytes: bytes of a repeated block's input, which activation = "offload" moves.
+        unflushed: this stage of a pipeline without flushes, whose steps overlap.
     """
     most = max(MOST_MICRO_STEPS, 0 if unflushed is None else unflushed.count)
     config = spec.config.replace(
@@ -251,7 +251,7 @@ def some_of(spec: StepSpec) -> StepSpec:
     pieces = max(len(spec.pieces(bucket)) for bucket in spec.buckets)
     most = max(MOST_PIECES // pieces, FEWEST_BLOCKS)
     repeated = [block.name for block in spec.blocks if block.repeated]
-    # Of both ends: the first ones may be recomputed, and the last ones not.
+    # Leave out blocks in the middle: the first blocks may be recomputed and the last ones not.
     left_out = repeated[most - most // 2 : len(repeated) - most // 2]
     blocks = tuple(block for block in spec.blocks if block.name not in left_out)
     names = {block.name for block in blocks}

@@ -1,11 +1,11 @@
-"""The emergency checkpoint: after a failure of the device, from host memory alone.
+"""The emergency checkpoint: saved after a failure of the device, from host memory alone.
 
 [Note: Emergency]
-The device holds nothing that is worth saving: weights are rounded masters, and gradients belong to
-a step that is given up. The optimizer finishes on the host what was decided ([Note: Salvage] in
-`engine.interpreter`), and the run is saved as it was after that step: random states and the
-place in the data were noted there. Whatever exists on the device only and may have changed since
-the last checkpoint makes that checkpoint the last one, and the message says why.
+The device holds nothing that must be saved: weights are rounded masters, and gradients belong to
+a step that is abandoned. The optimizer completes on the host the updates that were decided ([Note:
+Salvage] in `engine.interpreter`), and the run is saved as of the end of that step, with the random
+states and the position in the data recorded there. If a tensor exists only on the device and may
+have changed since the last checkpoint, nothing is saved, and the message says why.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from offloadtrain.train.progress import Progress
 from offloadtrain.train.saving import Position, Saving
 
 _NAMED = 4
-"""Owners of device memory in a message."""
+"""Number of owners of device memory in a message."""
 
 _SAYS = ("CUDA error", "CUDA driver error", "cuEvent", "cuDNN error", "CUBLAS_STATUS", "NCCL error")
-"""Parts of the messages of plain RuntimeErrors, by libraries that know no class of their own."""
+"""Messages of plain RuntimeErrors, from libraries without an error class for device failures."""
 
 
 class DeviceLostError(OffloadTrainError):
-    """The device has failed, and nothing is lost: a checkpoint holds the last step."""
+    """The device has failed, but no step is lost: a checkpoint holds the last one."""
 
 
 class DeviceFailedError(OffloadTrainError):
-    """The device has failed, and an older checkpoint is the last one."""
+    """The device has failed, and the run falls back to an older checkpoint."""
 
 
 class Emergency:
-    """The state of a run that is needed to save it without its device."""
+    """Tracks the state that is needed to save a run without its device."""
 
     def __init__(
         self, config: Config, context: TrainingContext, saving: Saving, log: RunLog
@@ -56,19 +56,20 @@ class Emergency:
         self.step_ended()
 
     def step_ended(self) -> None:
-        """A step is over and counted: it is what an emergency goes back to."""
+        """Record the end of a counted step: an emergency checkpoint returns to it."""
         self._tries, self._at = self._optimizer.tries, self._saving.position()
         untrained = self._saving.untrained
         self._buffers = untrained.versions(untrained.buffers)
 
     @contextmanager
     def guarded(self, progress: Progress) -> Iterator[None]:
-        """Turn a failure of the device inside into a checkpoint.
+        """Save an emergency checkpoint if the device fails inside.
 
         Raises:
-            DeviceLostError: it was saved.
-            DeviceFailedError: it was not, and why.
-            DeviceMemoryError: it ran out of memory; whether the step was saved, and what to change.
+            DeviceLostError: the device failed, and the state was saved.
+            DeviceFailedError: the device failed, and the state was not saved; the message says why.
+            DeviceMemoryError: the device ran out of memory; the message says whether the step was
+                saved, and what to change.
         """
         try:
             yield
@@ -114,10 +115,10 @@ class Emergency:
         )
 
     def _salvage(self, failure: BaseException, progress: Progress) -> Position:
-        """Bring the state on the host to the end of a step, which is counted; return where it is.
+        """Complete the last decided step on the host, and count it; return its position.
 
         Raises:
-            DeviceFailedError, SalvageError, CheckpointError: it cannot be.
+            DeviceFailedError, SalvageError, CheckpointError: the state cannot be completed.
         """
         if not self._ranks.is_single:
             raise DeviceFailedError(
@@ -127,7 +128,7 @@ class Emergency:
         assert isinstance(self._optimizer, OffloadOptimizer)
         step = self._optimizer.salvage(failure)
         uncounted = self._optimizer.tries > self._tries
-        if uncounted:  # decided, and not counted yet
+        if uncounted:  # the step was decided, but not counted yet
             tokens, skipped = self._config.batch_tokens, step == progress.step
             progress.count(tokens=tokens, skipped=skipped, seconds=0.0)
             self._at = self._saving.position()
@@ -136,13 +137,13 @@ class Emergency:
         self._bring_untrained(uncounted=uncounted)
         return self._at
 
-    # ---- what is not trained: it may be on the device only
+    # ---- untrained tensors, which may be only on the device
 
     def _bring_untrained(self, *, uncounted: bool) -> None:
-        """Replace tensors that are on the device by their values in the newest checkpoint.
+        """Replace tensors on the device by their values in the newest checkpoint.
 
         Raises:
-            DeviceFailedError, CheckpointError: one has no known value on the host.
+            DeviceFailedError, CheckpointError: a tensor has no known value on the host.
         """
         untrained, saved = self._saving.untrained, self._saving.saved_untrained
         lost = {name for name, tensor in untrained if on_device(tensor)}
@@ -164,8 +165,7 @@ class Emergency:
 
 
 def device_failure(error: BaseException) -> BaseException | None:
-    """Return the failure of the device that has caused an error, or that it is; None: the device is
-    well."""
+    """Return the device failure that is, or has caused, this error; None if there is none."""
     cause: BaseException | None = error
     visited: set[int] = set()
     while cause is not None and id(cause) not in visited:
@@ -174,23 +174,23 @@ def device_failure(error: BaseException) -> BaseException | None:
         if type(cause) is RuntimeError and any(text in str(cause) for text in _SAYS):
             return cause
         visited.add(id(cause))
-        # What it was raised from, or while handling.
+        # Follow `raise ... from`, or the exception that was being handled.
         cause = cause.__cause__ or cause.__context__
     return None
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Tell whether a tensor is lost with the device."""
+    """Return True if a tensor is lost with the device."""
     return tensor.device.type != "cpu"
 
 
 def _smaller(config: Config) -> list[str]:
-    """Return the settings that take less device memory than the job's."""
+    """Return settings that need less device memory than the job's."""
     train, offload = config.train, config.offload
     some, mode = offload.activations.recompute_blocks is not None, offload.activations.mode
     has_state_there = may_be_on_device(offload)
     settings = (
-        # First, as it changes neither batches nor what is computed again.
+        # First, since it changes neither batches nor recomputation.
         (has_state_there, 'offload.state_on = "host"'),
         (
             train.micro_batch > 1,

@@ -1,18 +1,18 @@
-"""Losses of microbatches: how they become the loss of a step, and what a spike of it does.
+"""Losses of microbatches: how they add up to the loss of a step, and how a spike is handled.
 
 [Note: Spikes]
 The loss of a step is known once its forward is done, and all ranks have its mean before any of them
 updates. So a spike can be stopped before it reaches the weights (`train.on_spike`):
 
-    report      an alert; the update is made (the default, and nothing is exchanged beforehand)
-    skip        the step changes nothing, as one with gradients that are not finite; its batch is
-                used up
-    rollback    the same, then the newest good checkpoint is loaded, and training goes on from there
-                with the batches after those that led to the spike
+    report      raise an alert and update (default; needs no exchange before the update)
+    skip        change nothing, as for a step with gradients that are not finite; the batch is
+                consumed
+    rollback    skip, then load the newest valid checkpoint and continue from there with the
+                batches after those that led to the spike
 
-The losses that a new one is compared with, and the rollbacks so far, are part of checkpoints. A run
-that is killed after a rollback and before the next checkpoint meets the same spike again, and goes
-back again: its bits are those of a run that was never killed.
+The losses that a new loss is compared with, and the rollbacks so far, are part of checkpoints. If a
+run is killed after a rollback and before the next checkpoint, it meets the same spike again and
+rolls back again: its bits equal those of a run that was never killed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from offloadtrain.runtime.process_group import Ranks
 
 
 def loss_divisor(batches: Batches, calls: int, ranks: int) -> float | None:
-    """Return what divides the sum of losses in each of the next microbatches, `calls` per rank.
+    """Return the divisor for the sum of losses in each of the next microbatches, `calls` per rank.
 
-    None where every token counts: then each divides by its own number of tokens, and the step by
-    the number of microbatches. Otherwise the sum over the step's microbatches and the mean over
-    ranks, which gradients are, make the mean over all counted tokens of the step. A step without
-    any has the loss 0.
+    None if every token counts: then each microbatch divides by its own number of tokens, and the
+    step by the number of microbatches. Otherwise gradients, which are summed over the step's
+    microbatches and averaged over ranks, become the mean over all counted tokens of the step. A
+    step without counted tokens has loss 0.
     """
     if batches.all_count:
         return None
@@ -52,10 +52,10 @@ def loss_of(model: LanguageModel, batch: Batch, divisor: float | None) -> Tensor
 
 
 def of_step(losses: Tensor, *, divides: bool) -> Tensor:
-    """Return a step's loss from those of its microbatches, in one process's order of sums.
+    """Return a step's loss from its microbatches' losses, summed as one process sums them.
 
     Args:
-        divides: it is their mean, see `loss_divisor`; otherwise their sum.
+        divides: return their mean, see `loss_divisor`; False: their sum.
     """
     total = torch.zeros(())
     for loss in losses:
@@ -64,16 +64,16 @@ def of_step(losses: Tensor, *, divides: bool) -> Tensor:
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to page-locked memory, where the device wants it; from any thread."""
+    """Copy a batch to page-locked memory if the device is a GPU. Any thread may call this."""
     if device.type == "cpu":
         return batch
-    # Without it a new thread would make a context on the first device.
+    # A new thread would otherwise create a CUDA context on the first device.
     with torch.cuda.device(device):
         return Batch(*(None if part is None else part.pin_memory() for part in batch))  # type: ignore[arg-type]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch from pinned memory: asynchronous; torch keeps that memory until it is done."""
+    """Copy a batch asynchronously to the device; torch keeps its pinned memory until it is done."""
     if device.type == "cpu":
         return batch
     pinned_batch = pinned(batch, device)
@@ -83,10 +83,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class LateLoss:
-    """A loss in flight to the host, read after the step so that the device does not stop.
+    """A loss that is copied to the host and read after the step, so that the device never idles.
 
-    The copy is launched before backward, and the step waits for gradients, so `wait` finds it
-    complete.
+    The copy is launched before backward, and the step waits for gradients, so the copy is complete
+    by the time of `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,10 +106,10 @@ class LateLoss:
 
 
 class Spikes:
-    """Decides about each step, alike on all ranks.
+    """Decides whether a step's loss is a spike; the decision is equal on all ranks.
 
     Attributes:
-        rollbacks: each rollback of the run: the step that spiked, the step gone back to.
+        rollbacks: (step with the spike, step that was restored) of each rollback of the run.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
@@ -118,12 +118,12 @@ class Spikes:
         self.rollbacks: list[tuple[int, int]] = []
 
     def problem_of(self, loss: LateLoss, step: int) -> str:
-        """Return why the step must not be made, or "". Every rank calls this between its backward
+        """Return why the step must not update, or "". Every rank calls this between its backward
         and its update."""
         if self._config.on_spike == "report":
             return ""
-        # Waits for the forward of the last microbatch, then for the ranks: one more exchange per
-        # step. The update would wait for the whole backward anyway.
+        # Waits for the forward of the last microbatch, then for the ranks: one more collective per
+        # step. The update would wait for the complete backward anyway.
         mean = self._ranks.all_gather_host([loss.wait()]).mean().item()
         problem = spike(mean, step, self._losses, self._config.spike_score)
         if not problem:
@@ -134,7 +134,7 @@ class Spikes:
         return {"losses": list(self._losses), "rollbacks": list(self.rollbacks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint holds; rollbacks of this start stay counted."""
+        """Load a checkpoint's values; rollbacks of this start stay counted."""
         self._losses = deque(state["losses"], maxlen=SPIKE_HISTORY)
         saved = [(at, to) for at, to in state["rollbacks"]]
         self.rollbacks = max(self.rollbacks, saved, key=len)

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Counters of a whole run, over all its starts.
+    """Counters of a run over all its starts.
 
     Attributes:
-        step: optimizer steps done; the learning rate depends on it: a skipped step repeats its
-            rate.
+        step: completed optimizer steps. The learning rate depends on it, so a skipped step does
+            not change the rate.
         tokens: tokens trained on, including those of skipped steps.
-        skipped: steps whose gradients were not finite.
-        skipped_in_a_row: skipped steps since the last good one.
-        seconds: seconds in the loop, including evaluation and checkpoints.
-        val_loss: of the last evaluation, nats per token.
+        skipped: number of skipped steps.
+        skipped_in_a_row: skipped steps since the last completed one.
+        seconds: time in the loop, including evaluations and checkpoints.
+        val_loss: loss of the last evaluation, nats per token.
     """
 
     step: int = 0
@@ -29,7 +29,7 @@ class Progress:
     val_loss: float | None = None
 
     def count(self, *, tokens: int, skipped: bool, seconds: float) -> None:
-        """Account for one attempted step."""
+        """Count one attempted step."""
         self.tokens += tokens
         self.seconds += seconds
         if skipped:
@@ -40,7 +40,7 @@ class Progress:
             self.skipped_in_a_row = 0
 
     def go_back(self, earlier: Progress) -> None:
-        """Go back to an earlier step; the time was spent all the same."""
+        """Restore the counters of an earlier step, except the time spent."""
         self.step, self.tokens = earlier.step, earlier.tokens
         self.skipped, self.skipped_in_a_row = earlier.skipped, earlier.skipped_in_a_row
         self.val_loss = earlier.val_loss
@@ -50,8 +50,8 @@ class Progress:
 class StepClock:
     """Splits the wall time of a step into phases, as the training thread sees them.
 
-    On a GPU forward and backward only launch work; unfinished work shows up in "optimizer", where
-    the thread waits. The clock never synchronizes.
+    On a GPU forward and backward only launch work; the thread waits for it in "optimizer". The
+    clock never synchronizes.
     """
 
     milliseconds: dict[str, float] = field(default_factory=dict)
@@ -70,14 +70,14 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Figures of a step exchanged among the ranks.
+    """Statistics of a step, combined from all ranks.
 
     Attributes:
         loss: mean over ranks.
-        own_ms: step time by rank without its waits for slower ranks in collectives.
-        asks: rank 0 has requests.
-        saves: a rank has been asked for a checkpoint.
-        written: every rank has written its part of the checkpoint that is under way.
+        own_ms: step time of each rank without its waits for slower ranks in collectives.
+        asks: rank 0 has requests from outside.
+        saves: a rank was asked to save a checkpoint.
+        written: every rank has written its part of the current checkpoint.
         stops: a rank was asked to stop.
     """
 
@@ -93,9 +93,9 @@ class StepStats:
         """Combine (loss, step_ms, comm_ms, stop, asks, saves, written) of each rank.
 
         Args:
-            replicas: the first so many ranks have the losses of all; others are further stages of
-                the same batches.
-            parts: so many ranks in a row have the loss of one replica, whose matrices they divide.
+            replicas: replicas of the model; the first `replicas * parts` ranks have their losses,
+                and further ranks are other stages for the same batches.
+            parts: tensor-parallel ranks of one replica, which have the same loss.
         """
         columns = zip(*(map(float, row) for row in rows), strict=True)
         losses, steps, comms, stops, asks, saves, written = columns

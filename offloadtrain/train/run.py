@@ -35,9 +35,9 @@ from offloadtrain.train.trainer import trainer_of
 
 @contextmanager
 def named_memory_errors() -> Iterator[Callable[[Ledger], None]]:
-    """Turn a refusal of Python, of torch or of the kernel into a HostMemoryError, which names the
-    tightest limit and the largest owners. Yields a function that takes the engine's Ledger, once
-    there is one.
+    """Turn an out-of-memory error of Python, torch or the kernel into a HostMemoryError that names
+    the tightest limit and the largest owners. Yields a function that takes the engine's Ledger once
+    it exists.
     """
     ledgers = [Ledger()]
     try:
@@ -58,11 +58,11 @@ EVERY_S = 0.5
 def shown_set_up(
     folder: Path, warn: Callable[[str], None], heartbeat: Heartbeat = HEARTBEAT
 ) -> Iterator[None]:
-    """Write what a heartbeat says into the folder, from a thread, while inside; then the log has
-    begun, or the start is refused, and the file is removed.
+    """Publish a heartbeat's state in the folder from a thread. At the end of the context, when the
+    log has begun or the start has failed, the file is removed.
 
     Args:
-        warn: called once if the file cannot be written; the set-up goes on unseen.
+        warn: called once if the file cannot be written; the set-up continues without it.
     """
     over, since_s = threading.Event(), time.time()
     kills = oom_kills.count(cgroup.oom_counters())
@@ -88,7 +88,7 @@ def shown_set_up(
 
 
 def set_up_now(heartbeat: Heartbeat, since_s: float, kills: dict[str, int]) -> SetUpNow:
-    """Return this moment of a set-up that began at `since_s`, with these counters of kills."""
+    """Return the current state of a set-up since `since_s`, with these OOM kill counters."""
     part = heartbeat.part
     return SetUpNow(
         pid=os.getpid(),
@@ -105,7 +105,7 @@ def set_up_now(heartbeat: Heartbeat, since_s: float, kills: dict[str, int]) -> S
 
 
 MOST_WARNINGS = 20
-"""Warnings of damaged checkpoints at one start."""
+"""Most warnings about damaged checkpoints in one start."""
 
 
 def run(
@@ -120,12 +120,12 @@ def run(
     stop: StopRequests,
     watchdog: Watchdog,
 ) -> str:
-    """Train to the end, or until a stop is requested; rank 0 prints the summary.
+    """Train to the last step or until a stop is requested; rank 0 prints the summary.
 
     Args:
-        resume: as `offloadtrain train --resume` takes it.
-        distributed: the other ranks; None: a single rank.
-        waiting: how torch's threads wait, for the log; "" is the default.
+        resume: value of `offloadtrain train --resume`.
+        distributed: the connection to other ranks; None for a single rank.
+        waiting: wait policy of torch's threads, for the log; "" is the default.
 
     Returns:
         "done" or "stopped".
@@ -163,7 +163,7 @@ def run(
         if distributed is not None:
             distributed.began(folder)
         watchdog.run = str(folder.path.resolve())
-        # Only now: earlier requests are refused.
+        # Only now, so that earlier requests are refused.
         requests = Requests(folder.path) if ranks.rank == 0 else None
         log.started(context, trainer.progress, waiting)
         set_up.close()
@@ -180,8 +180,7 @@ def run(
 
 
 def _warn_of_folder(folder: RunFolder, problems: Sequence[str], log: RunLog) -> None:
-    """Warn of each checkpoint that was set aside; of a folder full of junk, of the first ones; and
-    of a file system without locks."""
+    """Warn of checkpoints that were set aside, up to MOST_WARNINGS, and of missing file locks."""
     for problem in problems[:MOST_WARNINGS]:
         log.warn("checkpoint-damaged", problem)
     if (more := len(problems) - MOST_WARNINGS) > 0:
@@ -197,7 +196,7 @@ def _warn_of_folder(folder: RunFolder, problems: Sequence[str], log: RunLog) -> 
 def _build(
     config: Config, opened: Opened, distributed: DistributedRun | None, console: Console
 ) -> TrainingContext:
-    """Build data, model and engine; the console shows how far it is."""
+    """Build data, model and engine; the console shows the progress."""
     console.doing("preparing data and model")
     if distributed is None:
         return assemble(config, ALONE, None, opened.settings)

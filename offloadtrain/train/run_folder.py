@@ -1,17 +1,16 @@
-"""The folder of one run: made, found, locked; and the choice of a command: a new one, or which to
-resume.
+"""The folder of one run: creates, finds and locks it, and chooses between a new run and a resume.
 
 runs/<UTC time>-<name>/
     run.json            its process: id, pid, host, command line, schema version
-    job.toml            the job as given
-    resolved.toml       the job as run
-    lock                flock held for the run's life: it is free once the run is over
-    set_up.json         what it does until its log begins (events/set_up_file.py)
+    job.toml            the job as written by the user
+    resolved.toml       the job with all decisions, as run
+    lock                locked (flock) while the run's process lives
+    set_up.json         state of the set-up until the log begins (events/set_up_file.py)
     events/rank000.jsonl                  the log
     checkpoints/
     control/            requests from outside (control.py)
     metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if requested (loggers.py)
-runs/latest             → the newest that has taken a step
+runs/latest             → the newest run that has completed a step
 """
 
 from __future__ import annotations
@@ -58,32 +57,32 @@ _NO_TIME = "00000000-000000"
 
 
 class RunFolderError(InputError):
-    """The run folder cannot be made, found or locked."""
+    """The run folder cannot be created, found or locked."""
 
 
 class RunFolder:
-    """A run folder, locked until `close`.
+    """A run folder. It is locked until `close`.
 
     [Note: Nothing before it begins]
-    A start may be refused for many reasons: another model, no memory, no data. An existing folder
-    is therefore only locked until `begin`; a new one is made by `announce`, with nothing in it but
-    what the set-up does. `close` removes what both have created, unless there is a step or a
-    checkpoint (`keep`): only then does runs_dir/latest point to it. A kill at the wrong moment can
+    A start may fail for many reasons: another model, no memory, no data. An existing folder
+    is therefore only locked until `begin`; `announce` creates a new one, which contains only the
+    state of the set-up. `close` removes what both have created unless there is a step or a
+    checkpoint (`keep`); only then does runs_dir/latest point to it. A kill at the wrong moment can
     leave a folder without either; `open_run` skips it.
 
     Attributes:
-        path: the folder; `announce` may change the name of a new run if it was taken meanwhile.
-        run_id: its name, which holds the UTC time it was made and the job's name.
+        path: the folder; `announce` may change the name of a new run if it is taken by then.
+        run_id: name of the folder, which contains the UTC time of creation and the job's name.
     """
 
     def __init__(self, path: Path, *, exists: bool = True) -> None:
         """Lock an existing folder.
 
         Args:
-            exists: False: it is made, or locked, by somebody else or later.
+            exists: False if the folder is created later, or created and locked by another rank.
 
         Raises:
-            RunFolderError: it is not a run folder, or a process is running in it.
+            RunFolderError: it is not a run folder, or another process is running in it.
         """
         self.path, self._runs_dir = path, path.parent
         self._lock = -1
@@ -95,8 +94,8 @@ class RunFolder:
             raise RunFolderError(
                 f"{path} is not a run folder: it has no events, no run.json and no checkpoint"
             )
-        # Its parts are not elsewhere: a run writes into them, and removes files. Checkpoints may
-        # be on another disk.
+        # Links are refused: a run writes into these folders and removes files there. Checkpoints
+        # may be on another disk.
         for name in ("events", "control"):
             if (path / name).is_symlink():
                 raise RunFolderError(
@@ -108,18 +107,18 @@ class RunFolder:
 
     @classmethod
     def new(cls, runs_dir: Path, name: str, path: Path | None = None) -> RunFolder:
-        """Choose the folder of a new run, which `announce` makes.
+        """Choose the folder of a new run; `announce` creates it.
 
         Args:
-            path: the folder to make; default: runs_dir/<UTC time>-<name>.
+            path: the folder to create; default: runs_dir/<UTC time>-<name>.
 
         Raises:
             RunFolderError: `path` already contains a run.
         """
         is_dated = path is None
         if path is None:
-            # Not before the job's newest run, or `--resume auto` would take that for the newer one
-            # after the clock was set back.
+            # Never older than the job's newest run: after the clock was set back `--resume auto`
+            # would otherwise take that one for newer.
             newest = next((run.name[: len(_NO_TIME)] for run in of_job(runs_dir, name)), _NO_TIME)
             path = runs_dir / f"{max(newest, f'{datetime.now(UTC):%Y%m%d-%H%M%S}')}-{name}"
         else:
@@ -130,8 +129,8 @@ class RunFolder:
 
     @classmethod
     def of_rank_0(cls, path: Path | None = None) -> RunFolder:
-        """Open the folder that rank 0 has locked, for another rank's log; None: it is not made yet,
-        and `join` will name it.
+        """Open the folder that rank 0 has locked, for the log of another rank. None if it does not
+        exist yet; `join` sets it later.
 
         Raises:
             RunFolderError: it is missing: the hosts share no file system at this path.
@@ -159,7 +158,7 @@ class RunFolder:
         return self.path / "events" / f"rank{rank:03d}.jsonl"
 
     def announce(self) -> None:
-        """Make the folder if it is new, so that its set-up can be watched. Idempotent.
+        """Create the folder of a new run, so that its set-up can be watched. Idempotent.
 
         Raises:
             RunFolderError: it cannot be made, or another start has made it meanwhile.
@@ -173,11 +172,11 @@ class RunFolder:
             raise self._cannot_be_made(error) from error
 
     def begin(self, resolved: str, job: str | None = None) -> None:
-        """Make the folder unless it is there, and write the job of this start.
+        """Create the folder if it is new, and write the job of this start.
 
         Args:
             resolved: text of the job as run; a resume may change some keys.
-            job: text of the job as given; None: keep the existing one.
+            job: text of the job as written by the user; None: keep the existing file.
 
         Raises:
             RunFolderError: it cannot be made, or another start has begun in it meanwhile.
@@ -203,7 +202,7 @@ class RunFolder:
         return kind(f"the run folder cannot be made at {at}: {error.strerror}")
 
     def join(self, path: Path) -> None:
-        """Use the folder that rank 0 has made.
+        """Use the folder that rank 0 has created.
 
         Raises:
             RunFolderError: it is missing: the hosts share no file system at this path.
@@ -216,10 +215,10 @@ class RunFolder:
         self.path = path
 
     def keep(self) -> None:
-        """Keep the folder for good: it contains a step or a checkpoint.
+        """Make the folder permanent, because it contains a step or a checkpoint.
 
         Raises:
-            OSError: the folder is kept, but runs_dir/latest cannot point to it.
+            OSError: runs_dir/latest cannot point to it; the folder is permanent all the same.
         """
         if self._is_permanent or self._lock < 0:
             return
@@ -228,7 +227,7 @@ class RunFolder:
             _point_latest(self.path)
 
     def write_run(self, facts: Mapping[str, Any]) -> None:
-        """Write run.json: the facts of this start, with `facts` added."""
+        """Write run.json: facts about this start, and `facts`."""
         known = {
             "run_id": self.run_id,
             "schema": SCHEMA,
@@ -242,7 +241,7 @@ class RunFolder:
         replace_file(self.path / "run.json", f"{text}\n")
 
     def close(self) -> None:
-        """Remove a folder without step or checkpoint, and release the lock. Idempotent."""
+        """Remove a folder without a step or checkpoint, and release the lock. Idempotent."""
         if not self._is_permanent and not _has_checkpoint(self.path):
             _remove(self._made)
         self._made = []
@@ -257,7 +256,7 @@ class RunFolder:
         self.close()
 
     def _make(self) -> None:
-        """Make the folder, and lock it before the first file: another start may be at work."""
+        """Create the folder, and lock it before the first file: another start may be using it."""
         self._made = _missing(self.path.parent)
         self.path.parent.mkdir(mode=_MODE, parents=True, exist_ok=True)
         if self._is_dated:
@@ -275,30 +274,29 @@ class RunFolder:
         self._lock = _lock(self.path / "lock")
         self._made += [path for path in lacking if path.name == "lock" or not path.exists()]
         self._make_folders()
-        # Durable before a checkpoint is: it would be lost with the name of a folder above it.
+        # Make new folders durable before a checkpoint is, which would be lost with their names.
         for folder in dict.fromkeys(made.parent for made in self._made):
             sync_folder(folder)
 
     def _make_folders(self) -> None:
-        """Make the folders that a run writes into; a resumed one may have lost them."""
+        """Create the folders that a run writes into; a resumed run may have lost them."""
         own_folder(self.path / "events")
         (self.path / "checkpoints").mkdir(mode=_MODE, exist_ok=True)
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a run has begun there, however it ended."""
-    return os.path.exists(path / "run.json")  # a name too long for the disk is not a run's
+    """Return True if a run has begun there, however it ended."""
+    return os.path.exists(path / "run.json")  # False, not an error, for a name that is too long
 
 
 def itself(path: Path) -> Path:
-    """Return the current target of a link such as runs/latest, which may change when another run
-    begins."""
+    """Resolve a link such as runs/latest once, since it may change when another run begins."""
     return path.resolve() if os.path.islink(path) else path
 
 
 def how_to_go_on(path: Path) -> str:
-    """Return advice on a folder that contains a run: resume it, remove it, or train in it from the
-    first step, which a conversion that was killed does not mean."""
+    """Return advice on a folder that contains a run: resume it, or, if it has no checkpoint, remove
+    it or train in it from the first step."""
     if _has_checkpoint(path):
         return f"resume it with --resume {path}"
     return (
@@ -312,7 +310,7 @@ def _has_checkpoint(path: Path) -> bool:
 
 
 def _refuse_another_run(path: Path) -> None:
-    """Raises RunFolderError if a run has begun at `path`, or a process is running there."""
+    """Raise RunFolderError if a run has begun at `path`, or a process is running there."""
     begun = holds_run(path)
     if begun or (path / "events").is_dir():
         RunFolder(path).close()
@@ -321,7 +319,7 @@ def _refuse_another_run(path: Path) -> None:
 
 
 def of_job(runs_dir: Path, name: str) -> list[Path]:
-    """Return the run folders of the job `name`, the newest first."""
+    """Return the run folders of the job `name`, newest first."""
     form = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:\+(\d+))?")
     matches = [(form.fullmatch(path.name), path) for path in runs_dir.glob("*-*") if path.is_dir()]
     dated = [(match[1], int(match[2] or 0), path) for match, path in matches if match]
@@ -329,7 +327,7 @@ def of_job(runs_dir: Path, name: str) -> list[Path]:
 
 
 def _make_dated(path: Path) -> Path:
-    """Make the folder; append "+1", which no name ends in, if the name is taken."""
+    """Create the folder; if its name is taken append "+1" and so on, which no job name ends in."""
     for suffix in ("", *(f"+{i}" for i in range(1, 100))):
         with suppress(FileExistsError):
             made = path.with_name(f"{path.name}{suffix}")
@@ -339,13 +337,13 @@ def _make_dated(path: Path) -> Path:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Return the missing folders above and at `path`, the highest first."""
+    """Return `path` and its parents that do not exist, outermost first."""
     return [] if path.exists() else [*_missing(path.parent), path]
 
 
 def _remove(made: list[Path]) -> None:
-    """Remove created folders, the last first. A folder that cannot be removed stays: one with
-    another run, or one on a failing disk. It does no harm to later starts."""
+    """Remove created paths in reverse order. A folder that cannot be removed (it contains another
+    run, or the disk fails) stays and does no harm to later starts."""
     for path in reversed(made):
         if path.name in _FOLDERS:
             shutil.rmtree(path, ignore_errors=True)
@@ -367,17 +365,17 @@ def _lock(path: Path) -> int:
         raise RunFolderError(
             f"{path.parent} is already running, pid {owner}: stop it, or use another --run-dir"
         )
-    if not is_at(fd, path):  # the last owner has removed the file: nobody else sees this lock
+    if not is_at(fd, path):  # the last owner removed the file, so this lock excludes nobody
         os.close(fd)
         return _lock(path)
     return fd
 
 
 def _point_latest(folder: Path) -> None:
-    """Replace the link in one rename, so that a reader never finds it missing."""
+    """Set runs_dir/latest with one rename, so that a reader never finds it missing."""
     link, fresh = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     if link.exists() and not link.is_symlink():
-        return  # a file of the user with that name
+        return  # a file that the user created
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
     try:
@@ -388,7 +386,7 @@ def _point_latest(folder: Path) -> None:
 
 
 def start_ticks() -> int:
-    """Return the start time of this process in clock ticks since boot, since pids are reused."""
+    """Return the start time of this process in clock ticks since boot: pids are reused."""
     stat = Path("/proc/self/stat").read_text()
     return int(stat.rpartition(")")[2].split()[19])
 
@@ -398,14 +396,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ResumedSettings:
-    """Settings a resumed run takes from the checkpoint unless the job sets them, since its bits
-    depend on them.
+    """Settings that a resumed run takes from its checkpoint unless the job sets them; the bits of
+    its results depend on them.
 
     Attributes:
-        precision: of the working weights.
+        precision: precision of the working weights.
         ranks: number of ranks.
-        threads: torch's threads on each rank; 0: not recorded.
-        tokenizer: identity of the tokenizer of its tokens; "": not known.
+        threads: torch's threads on each rank; 0 if not recorded.
+        tokenizer: identity of the tokenizer of the training tokens; "" if unknown.
     """
 
     precision: Precision
@@ -416,12 +414,12 @@ class ResumedSettings:
 
 @dataclass(slots=True)
 class Opened:
-    """A run folder, locked and not yet changed: see [Note: Nothing before it begins].
+    """A run folder, locked but not changed yet: see [Note: Nothing before it begins].
 
     Attributes:
-        checkpoint: the one to resume from, whose tensors are verified when they are loaded; None:
+        checkpoint: the checkpoint to resume from; its tensors are verified while loading. None if
             the run begins at step 0.
-        damaged: newer checkpoints that were skipped, and the problem of each.
+        damaged: newer checkpoints that were skipped, with their errors.
     """
 
     run: RunFolder
@@ -430,7 +428,7 @@ class Opened:
 
     @property
     def settings(self) -> ResumedSettings | None:
-        """None: a new run."""
+        """Settings of the checkpoint to resume; None for a new run."""
         if self.checkpoint is None:
             return None
         state = self.checkpoint.state
@@ -440,11 +438,11 @@ class Opened:
         return ResumedSettings(state["precision"], ranks, threads, tokenizer)
 
     def skip(self, path: Path, damage: DamagedCheckpointError) -> None:
-        """Note a damaged checkpoint; an earlier one is tried."""
+        """Record a damaged checkpoint; the caller then tries an earlier one."""
         self.damaged.append((path, damage))
 
     def no_checkpoint(self) -> CheckpointError:
-        """Return the error of a run that must be resumed, and none of its checkpoints is valid."""
+        """Return the error for a requested resume without a valid checkpoint."""
         reasons = "".join(f"\n  {why}" for _, why in self.damaged)
         return CheckpointError(
             f"{self.run.checkpoints} has no valid checkpoint to resume from; it was not changed. "
@@ -452,12 +450,12 @@ class Opened:
         )
 
     def begin(self, *, job: str, resolved: str, ranks: Ranks = ALONE) -> list[str]:
-        """Begin the run after its checkpoint was accepted: from here on the folder is written.
+        """Begin the run after its checkpoint was accepted: from here on the folder is modified.
         Every rank calls this.
 
         Args:
-            job: text of the job as given; a resumed run keeps its own.
-            resolved: text of the job as resolved.
+            job: text of the job as written by the user; a resumed run keeps its existing file.
+            resolved: text of the job as run.
 
         Returns:
             A sentence on each damaged checkpoint.
@@ -482,10 +480,10 @@ class _Choice:
     """The meaning of `--resume` and `--run-dir`, before any checkpoint is opened.
 
     Attributes:
-        candidates: run folders with checkpoints; the first valid one is used.
-        required: fail if none of them is valid.
+        candidates: run folders with checkpoints; the first with a valid one is used.
+        required: fail if no candidate is valid.
         skipped: newer runs without a checkpoint.
-        over: a run without a checkpoint to start over in its folder; empty: none.
+        over: folder of a run without a checkpoint in which to start again; "" if none.
     """
 
     candidates: Sequence[str] = ()
@@ -497,17 +495,17 @@ class _Choice:
 def open_run(
     job: Config, *, run_dir: Path | None, resume: str, say: Say, ranks: Ranks = ALONE
 ) -> Opened:
-    """Find the run folder and lock it; nothing is written. Every rank calls this; rank 0 decides.
+    """Find the run folder and lock it; writes nothing. Every rank calls this; rank 0 decides.
 
     Args:
-        run_dir: the requested folder.
+        run_dir: the folder that was requested, if any.
         resume: "never", "auto" or a run folder.
 
     Raises:
         ConfigError: `resume` and `run_dir` contradict each other, or there is no such run.
-        CheckpointError: the requested run has checkpoints, and none of them is valid.
+        CheckpointError: the requested run has checkpoints, but none is valid.
         RunFolderError: the folder is in use, or contains a run that must not be mixed with a new
-            one.
+            run.
     """
     local = _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
     choice = _Choice(**ranks.broadcast_object(asdict(local)))
@@ -533,7 +531,7 @@ def open_run(
 
 
 def _opened(path: Path, ranks: Ranks) -> Opened:
-    """Lock the folder, and open its checkpoints until one is valid."""
+    """Lock the folder, and open its newest valid checkpoint."""
     opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
     try:
         opened.checkpoint = checkpoint.newest_good(

@@ -1,7 +1,7 @@
-"""The state of a run besides the tensors of a checkpoint: random states, and a check of it all.
+"""The state of a run other than tensors: random states, and validation of a saved state.
 
-A hash shows that the state is as it was written, not who wrote it, so it is checked before anything
-relies on it. Random states are plain JSON, so that a resumed run draws the same numbers.
+A hash shows that the state is unchanged, not who wrote it, so every value is checked before it is
+used. Random states are plain JSON, so that a resumed run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.manifest import STATE, DamagedCheckpointError
 
 _MOST = 1 << 53
-"""Counts that a double holds exactly."""
+"""Upper limit on counts: integers below it are exact as doubles."""
 
 Check = Callable[[Any], bool]
 
 
 def require_run_state(checkpoint: Checkpoint) -> None:
-    """Check that the state is one that a run has saved.
+    """Check that the state has the form of a run's state.
 
     Raises:
-        DamagedCheckpointError: a value is missing, or is not what it should be.
+        DamagedCheckpointError: a value is missing, or has a wrong type or range.
     """
     state = checkpoint.state
     lacking = [key for key in _CHECKS if key not in state and key not in _OPTIONAL]
@@ -66,7 +66,7 @@ def _list_of(check: Check) -> Check:
 
 
 def _has(**checks: Check) -> Check:
-    """A table with at least these keys."""
+    """Return a check for a table with at least these keys."""
     return lambda value: (
         isinstance(value, dict) and all(check(value.get(key)) for key, check in checks.items())
     )
@@ -130,7 +130,7 @@ def seed_all(seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """The states of all global generators, as they come: taken in every step."""
+    """The states of all global generators, unconverted, since every step records them."""
 
     python: tuple[Any, ...]
     numpy: Any
@@ -151,7 +151,7 @@ class RandomStates:
 
 
 def random_states() -> RandomStates:
-    """Read all states; those of GPUs are copied to the host, too."""
+    """Read the states of all global generators; those of GPUs are copied to the host."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return RandomStates(
         random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), cuda
@@ -159,7 +159,7 @@ def random_states() -> RandomStates:
 
 
 def restore_random_states(state: dict[str, Any]) -> None:
-    """Set all global generators; with fewer or more GPUs than saved, those that both have."""
+    """Set all global generators; if the number of GPUs differs, only the GPUs that both have."""
     states = _of_json(state)
     random.setstate(states.python)
     np.random.set_state(states.numpy)
@@ -169,17 +169,17 @@ def restore_random_states(state: dict[str, Any]) -> None:
 
 
 def check_random_states(state: Any) -> None:
-    """Check that `restore_random_states` would take it; no generator is changed.
+    """Check that `restore_random_states` would accept it; changes no generator.
 
     Raises:
-        ValueError: it would not.
+        ValueError: it would not be accepted.
     """
     try:
         states = _of_json(state)
         random.Random().setstate(states.python)
         np.random.RandomState().set_state(states.numpy)
         torch.Generator().set_state(states.host)
-    # Each of the generators has its own errors.
+    # Each generator raises its own kinds of errors.
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"no state of random numbers: {error}") from error
 

@@ -1,7 +1,7 @@
-"""The checkpoints of a run, as the trainer sees them: room for them, saving, resuming.
+"""The checkpoints of a run for the trainer: checks disk space, saves, resumes.
 
-`Saving` writes and restores checkpoints, with the state outside of tensors (checked by
-`saved_state.py`); `Untrained` tracks frozen parameters and buffers.
+`Saving` writes and restores checkpoints, including the state other than tensors (checked by
+`saved_state.py`). `Untrained` tracks frozen parameters and buffers.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ ADVICE = {
     "bf16": f'{_SLOWER}, or set offload.precision = "fp32"',
     "fp32": _SLOWER,
 }
-"""Precision → what to change when values are no longer finite."""
+"""Precision → advice if values are not finite."""
 
 
 class TrainingError(OffloadTrainError):
-    """Training cannot continue: values are no longer finite."""
+    """Training cannot continue: values are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The end of a step: the next one begins with these random states, at this place in the
-    data, and compares its loss with these."""
+    """Everything that changes between steps outside tensors: random states, position in the
+    data, and the losses that the next loss is compared with."""
 
     rng: RandomStates
     data: Mapping[str, Any]
@@ -75,7 +75,7 @@ class Saving:
     def __init__(
         self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
     ) -> None:
-        """`run`: must have begun when a checkpoint is saved."""
+        """`run` must have begun before a checkpoint is saved."""
         self._config, self._context = config, context
         self._run, self._log = run, log
         self._saved_step = -1
@@ -87,7 +87,7 @@ class Saving:
         self.untrained = Untrained(context.model.module, context.optimizer)
         self._first_untrained = self.untrained.versions()
         self.saved_untrained: Versions = {}
-        """Versions of untrained tensors in the newest checkpoint."""
+        """Versions of untrained tensors in the newest committed checkpoint."""
         self._begun_untrained: Versions = {}
         """Versions of untrained tensors in the checkpoint that is being written."""
         self._writing: save.Save | None = None
@@ -98,10 +98,10 @@ class Saving:
         return self._run.checkpoints
 
     def check_room(self, step: int) -> None:
-        """Check before the run goes on from `step` that its checkpoints fit on the disk.
+        """Check that the checkpoints of a run that continues from `step` fit on the disk.
 
         Raises:
-            CheckpointError: not even one fits.
+            CheckpointError: not even one checkpoint fits.
         """
         config, folder = self._config.train, self.folder
         if step >= config.steps:
@@ -131,15 +131,15 @@ class Saving:
     def resume_newest(
         self, on_damaged: checkpoint.OnDamaged, before: int | None = None
     ) -> Progress | None:
-        """Load the state of the newest checkpoint whose tensors verify; None if there is none.
+        """Load the state of the newest checkpoint with valid tensors; None if there is none.
         Every rank calls this.
 
         Args:
-            before: only checkpoints of earlier steps than this.
+            before: consider only checkpoints of earlier steps.
 
         Raises:
-            CheckpointError, ConfigError: it is of another model.
-            DataError: it was trained on other tokens.
+            CheckpointError, ConfigError: the checkpoint is of another model.
+            DataError: the checkpoint was trained on other tokens.
         """
         loaded: list[Progress] = []
 
@@ -156,8 +156,8 @@ class Saving:
         return loaded[0] if loaded else None
 
     def _resume(self, source: Checkpoint) -> Progress:
-        """Load the state of a checkpoint, and go on with its data, random numbers and losses; its
-        tensors are verified meanwhile."""
+        """Load a checkpoint's tensors, which are verified while loading, and its position in data,
+        random numbers and losses."""
         for code, message in self._changes(source):
             self._log.warn(code, message)
         context = self._context
@@ -177,14 +177,14 @@ class Saving:
         replica = ranks.rank // self._config.ranks.tensor
         if replica < len(state["rng"]):
             restore_random_states(state["rng"][replica])
-        else:  # a new rank: numbers that no other rank draws
+        else:  # a new rank: draw numbers that no other rank draws
             seed_all(self._config.train.seed + replica + source.step * ranks.size)
         self._saved_step, self.saved_untrained = source.step, self.untrained.versions()
         self._first_untrained = self.saved_untrained
         return Progress(**state["progress"])
 
     def roll_back(self, spike: str, progress: Progress) -> None:
-        """Load the newest good checkpoint, and continue from it with the batches not used yet. See
+        """Load the newest valid checkpoint, and continue from it with the batches not used yet. See
         [Note: Spikes] in `losses.py`. Every rank calls this, between steps.
 
         Raises:
@@ -194,7 +194,7 @@ class Saving:
         problem = f"train.max_rollbacks = {most} rollbacks are used up"
         earlier: Progress | None = None
         if len(self.spikes.rollbacks) < most:
-            # One that was begun before the spike is the newest to go back to.
+            # A save that was begun before the spike becomes the newest checkpoint.
             self.finish(progress)
             data_state, problem = batches.state_dict(), "there is no checkpoint to go back to"
             earlier = self.resume_newest(self._warn_of_damage)
@@ -215,7 +215,7 @@ class Saving:
         )
 
     def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
-        """Warn about a damaged checkpoint and rename it: its step is trained and saved again."""
+        """Warn about a damaged checkpoint and rename it, so that its step can be saved again."""
         self._log.warn("checkpoint-damaged", f"{damage}. An earlier one is used.")
         if self._context.ranks.rank == 0:
             try:
@@ -223,15 +223,15 @@ class Saving:
             except OSError as error:
                 self._log.warn("checkpoint-damaged", f"{path} cannot be renamed: {error.strerror}")
 
-    # ---- the state outside of tensors
+    # ---- state other than tensors
 
     def position(self) -> Position:
-        """Return the position of the run now; between steps it is the end of the last one."""
+        """Return the current position; between steps, this is the end of the last step."""
         data, spikes = self._context.batches.state_dict(), self.spikes.state_dict()
         return Position(random_states(), data, spikes)
 
     def _state(self, progress: Progress, at: Position) -> Mapping[str, Any]:
-        """Return what a checkpoint at this position keeps. A collective."""
+        """Return a checkpoint's state other than tensors, at this position. A collective."""
         hyperparameters = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._context.optimizer.param_groups
@@ -245,7 +245,7 @@ class Saving:
             "optimizer": {
                 "step": progress.step,
                 "scaler": self._context.optimizer.scaler_state(),
-                # Only where experts are skipped: earlier versions know no such key.
+                # Only if experts are skipped: earlier versions refuse this key.
                 **({"expert_steps": expert_steps} if expert_steps else {}),
             },
             "progress": asdict(progress),
@@ -254,7 +254,7 @@ class Saving:
             "update": self.update_choice.decided,
             "held_out": self._held_out,
             "tokenizer": self._context.train_tokens.header.tokenizer_id,
-            # The ranks that hold the parts of matrices draw the same.
+            # Tensor-parallel ranks of one replica draw the same numbers: save one of them.
             "rng": self._context.ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
             "param_groups": hyperparameters,
             "precision": self._context.precision,
@@ -265,10 +265,10 @@ class Saving:
         }
 
     def _changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
-        """Yield (code, warning) for what has changed since the checkpoint.
+        """Yield (code, warning) for each change since the checkpoint.
 
         Raises:
-            ConfigError: the changes make it another run.
+            ConfigError: a change makes it a different run.
         """
         if self._context.precision != source.state["precision"]:
             raise ConfigError(
@@ -299,33 +299,34 @@ class Saving:
     # ---- save
 
     def begin(self, progress: Progress) -> None:
-        """Begin to save the state after this step, unless that was begun already; training goes on
-        while it is written. A full disk does not end a run whose last checkpoint is valid.
+        """Begin to save the state after this step unless that was begun already; training continues
+        during the writes. A full disk does not end a run with an earlier valid checkpoint.
 
         Raises:
-            TrainingError: weights of the checkpoint before it, which ends first, are not finite.
+            TrainingError: the previous checkpoint, which is finished first, has weights that are
+                not finite.
         """
         try:
             self._begin(progress, self.position())
         except CheckpointError as error:
             self._failed(progress.step, error)
-        # Where writes are not asynchronous, or the model is small, all is written by now.
+        # If writes are synchronous or the model is small, everything is written by now.
         if self._context.ranks.all_gather_host([self.written]).all():
             self.finish(progress)
 
     def save(self, progress: Progress, at: Position | None = None) -> None:
-        """Save the state after this step, unless it was saved already, and wait for it.
+        """Save the state after this step unless it is already saved, and wait for it.
 
         Args:
-            at: where the step ended, after a failure of the device, with which a checkpoint that
-                is being written is lost; None: here.
+            at: position at the end of the step, after a failure of the device, which also aborts
+                a checkpoint that is being written; None: the current position.
 
         Raises:
-            TrainingError: its weights are not finite.
+            TrainingError: weights are not finite.
             CheckpointError: the disk is full or failing.
         """
         if at is not None and self._writing is not None:
-            # The lanes have stopped in the midst of a checkpoint, which is removed.
+            # The lanes stopped in the middle of a checkpoint: remove it.
             self._writing.give_up()
             self._writing, self._saved_step = None, -1
         self._begin(progress, at or self.position())
@@ -334,11 +335,11 @@ class Saving:
 
     @property
     def written(self) -> bool:
-        """This rank has written its part of the checkpoint that is not committed yet."""
+        """True if this rank has written its part of the uncommitted checkpoint."""
         return self._writing is not None and self._writing.written
 
     def finish(self, progress: Progress) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and commit it.
+        """Wait for the checkpoint that is being written, if any, and commit it.
 
         Raises:
             TrainingError: its weights are not finite.
@@ -354,7 +355,7 @@ class Saving:
     def _begin(self, progress: Progress, at: Position) -> None:
         if self._saved_step == progress.step:
             return
-        # One at a time: the disk is the bound, and each holds its windows of memory.
+        # One save at a time: the disk is the bottleneck, and each save uses scratch windows.
         self.finish(progress)
         self._log.doing("saving a checkpoint")
         began_s = time.perf_counter()
@@ -410,8 +411,8 @@ class Saving:
         self._log.checkpoint_failed(step, error)
 
     def spoilt(self, problem: str, progress: Progress) -> TrainingError:
-        """Return the error of a run whose later steps would be useless."""
-        # One that was begun before the problem may be the only good one.
+        """Return the error of a run in which further steps are useless."""
+        # A save that was begun before the problem may be the only valid checkpoint.
         self.finish(progress)
         saved = checkpoint.find(self.folder)
         last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
@@ -423,14 +424,14 @@ class Saving:
 
 
 _STRUCTURAL = tuple(f"model.{key}" for key in (*field_kinds(ModelShape), "lora"))
-"""Keys of a job that make it another model. The folder of `model.hf` may have moved."""
+"""Keys of a job that define its model. The folder of `model.hf` may have moved."""
 
 
 def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:
     """Return "key: old -> new" for every key of the job that changed.
 
     Raises:
-        ConfigError: it is a job of another model.
+        ConfigError: the job is of another model.
     """
     before, hf = checkpoint.state["hf_config"], job.hf
     if (before is None) != (hf is None):
@@ -448,7 +449,7 @@ def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return "key: old -> new" for every leaf that differs; lists and tuples are alike."""
+    """Return "key: old -> new" for every leaf that differs; lists and tuples are equal."""
     changes: list[str] = []
     for key, value in now.items():
         before = saved.get(key)
@@ -461,14 +462,14 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 
 Versions = Mapping[str, tuple[int, int]]
-"""Name → what differs once its values have changed."""
+"""Name → (id, version) of the tensor, which changes with its values."""
 
 
 class Untrained:
-    """The part of a model in a checkpoint that is not optimizer state.
+    """The tensors of a model in a checkpoint that are not optimizer state.
 
     Attributes:
-        buffers: names of what a forward may change.
+        buffers: names of tensors that a forward may change.
     """
 
     def __init__(self, model: nn.Module, optimizer: save.OffloadedState) -> None:
@@ -481,18 +482,18 @@ class Untrained:
         self.buffers = tuple(name for name, tensor in self if not _frozen(tensor))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names with tensors."""
+        """Yield (name, tensor)."""
         return ((name, table[leaf]) for name, (table, leaf) in self._tables.items())
 
     def versions(self, names: Iterable[str] | None = None) -> Versions:
-        """Return those of these names; None: all."""
+        """Return the versions of the named tensors; None: of all tensors."""
         chosen = (
             (name, *self._tables[name]) for name in (self._tables if names is None else names)
         )
         return {name: (id(table[x]), table[x]._version) for name, table, x in chosen}
 
     def replace(self, name: str, value: Tensor) -> None:
-        """Make the model hold these values, on the host."""
+        """Set a tensor of the model to these values, on the host."""
         table, leaf = self._tables[name]
         value = value.to(table[leaf].dtype).view(table[leaf].shape)
         frozen = _frozen(table[leaf])

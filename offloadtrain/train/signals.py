@@ -1,7 +1,7 @@
 """Stop signals of a run's process.
 
 Ctrl-C, SIGTERM from Slurm, Kubernetes or systemd, and SIGHUP of a lost terminal request a stop.
-SIGUSR1 requests a checkpoint, and training goes on. Nothing here imports torch.
+SIGUSR1 requests a checkpoint, and training continues. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 
 REPEAT_S = 0.25
-"""A stop so soon after the first is the same one: a terminal sends Ctrl-C to all of a group, and
-programs that start others may pass it on."""
+"""A second stop within this time counts as the first: a terminal sends Ctrl-C to its process
+group, and programs that start others may pass it on."""
 
 _watched: set[int] = set()
-"""Ends for writing of the watches that this process has begun."""
+"""Write ends of the pipes of all active `SecondStop` objects in this process."""
 
 
 class SecondStop:
-    """Watches for the signals `numbers` in a thread of its own.
+    """Watches for the signals `numbers` in its own thread.
 
-    Python runs handlers between two instructions of the main thread: never while that waits in a
-    call of C, for the device or for a lock, and late where a signal comes just before such a call.
-    What is read here the interpreter writes when the signal arrives.
+    Python runs handlers between two instructions of the main thread: not while that thread waits in
+    C code (for the device or a lock), and late if a signal comes just before such a call.
+    The interpreter writes to this object's pipe as soon as the signal arrives.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class SecondStop:
         first: Callable[[int], object],
         again: Callable[[], object],
     ) -> None:
-        """Begin, in the main thread. `first`: called in the thread with the first stop; `again`:
-        at each one that comes `REPEAT_S` after it or later.
+        """Start the thread; call it in the main thread. `first` is called in the new thread at
+        the first stop, `again` at each further stop at least `REPEAT_S` later.
 
         Raises:
             ValueError: this is not the main thread.
         """
-        self.repeated = 0  # first stops that this process has sent itself once more
+        self.repeated = 0  # first stops that this process has sent to itself again
         self._numbers, self._first, self._again = frozenset(numbers), first, again
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -52,11 +52,11 @@ class SecondStop:
         self._thread.start()
 
     def close(self) -> None:
-        """Look at the signals that have come, and at no more."""
+        """Handle the signals that have arrived, and end the thread."""
         signal.set_wakeup_fd(self._before)
         _watched.discard(self._writer)
         os.close(self._writer)
-        self._thread.join()  # it ends with the pipe
+        self._thread.join()  # its read returns when the pipe is closed
         os.close(self._reader)
 
     def _watch(self) -> None:
@@ -75,7 +75,7 @@ class SecondStop:
 
 
 def _leave_to_the_parent() -> None:
-    """Signals of a forked child (a data loader's worker) are not those of its parent."""
+    """In a forked child (a data loader's worker), stop writing signals to the parent's pipe."""
     before = signal.set_wakeup_fd(-1)
     if before not in _watched:
         signal.set_wakeup_fd(before)
@@ -86,14 +86,14 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STDERR = 2
 _IMPORT_WAIT_S = 0.05
-"""Time after which a stop that came in the midst of an import is looked at again."""
+"""Delay before a stop that interrupted an import is raised again."""
 
 
 @contextmanager
 def signals_handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Handle signals by a function inside, except a SIGHUP that is ignored (nohup)."""
+    """Handle signals with `handler` inside, except a SIGHUP that is ignored (nohup)."""
     before = {number: signal.getsignal(number) for number in numbers}
     for number in before:
         if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:
@@ -106,30 +106,31 @@ def signals_handled(
 
 
 class StoppedEarlyError(BaseException):
-    """A stop was requested before the first step: there is nothing to save.
+    """A stop was requested before the first step, so there is nothing to save.
 
-    No Exception: code that building calls may take those for its own failures.
+    Not an Exception, which code called during set-up might handle as its own failure.
     """
 
 
 class StopRequests:
-    """While entered, signals are requests; the second stop ends the process at once.
+    """While entered, turns signals into requests; the second stop ends the process at once.
 
-    Until `defer` a stop raises StoppedEarlyError: building ends where it is, or after the import
-    that is under way (whoever imports half a module again may find anything; numpy calls itself
-    without end). From then on it is only noted: the loop checks `requested` between two steps,
-    where the state is consistent. A run that is ended at once (status 1, nothing is saved) keeps
-    its last checkpoint, which is never half written. Outside the main thread signals are not
-    handled: Python does not allow it.
+    Until `defer` a stop raises StoppedEarlyError: set-up ends where it is, or after the current
+    import (code that imports a half-initialized module again may fail in any way; numpy recurses
+    without end). After `defer` a stop only sets `requested`, which the loop checks between steps,
+    where the state is consistent. If the process is ended at once (status 1, nothing is saved), the
+    last checkpoint stays valid: it is never half written. Outside the main thread signals are not
+    handled, because Python does not allow it.
 
     Attributes:
-        requested: the name of the signal that requested a stop.
-        wants_checkpoint: SIGUSR1 has come; whoever saves sets it back.
+        requested: name of the signal that requested a stop; None if there was none.
+        wants_checkpoint: SIGUSR1 has arrived; the code that saves resets it.
     """
 
     def __init__(self, *, aborts: bool = True, quiet: bool = False) -> None:
-        """`aborts`: a second stop ends the process; false for ranks, whose launcher does that: a
-        scheduler may signal all of them and the launcher too. `quiet`: another rank says it."""
+        """`aborts`: a second stop ends the process. False for ranks of a launcher, which ends them:
+        a scheduler may signal all ranks and the launcher. `quiet`: another rank prints the
+        notes."""
         self.requested: str | None = None
         self.wants_checkpoint = False
         self._aborts, self._quiet, self._deferred = aborts, quiet, False
@@ -140,14 +141,14 @@ class StopRequests:
 
     @property
     def stops_building(self) -> bool:
-        """A stop has come before `defer`."""
+        """True if a stop was requested before `defer`."""
         return self.requested is not None and not self._deferred
 
     def defer(self) -> None:
-        """From now on only note stops.
+        """From now on only record stops.
 
         Raises:
-            StoppedEarlyError: one has come, and was lost where exceptions are (a finalizer).
+            StoppedEarlyError: a stop came before, and its exception was lost (in a finalizer).
         """
         self._deferred = True
         self._look_no_more()
@@ -160,7 +161,7 @@ class StopRequests:
             handle(signals_handled(_STOPS, self._note))
             handle(signals_handled((signal.SIGUSR1,), self._note_checkpoint))
             self._second = SecondStop(_STOPS, self._tell, _end_at_once) if self._aborts else None
-            # A launcher has blocked them until here.
+            # A launcher has blocked these signals until here.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOPS, signal.SIGUSR1))
         return self
 
@@ -179,7 +180,7 @@ class StopRequests:
         # os.write, not print: the signal may have come in the middle of a print.
         again, self._waits_for_import = self._waits_for_import, False
         if self.requested and not again:
-            return  # SecondStop hears it
+            return  # SecondStop handles it
         self.requested = signal.Signals(number).name
         if not self._deferred:
             self._end_building(number, frame)
@@ -187,13 +188,13 @@ class StopRequests:
             self._tell(number)
 
     def _tell(self, number: int) -> None:
-        """Say what a first stop does, also from SecondStop's thread, while this one waits in C."""
+        """Print the effect of a first stop; SecondStop calls it while the main thread is in C."""
         if self._deferred and not self._quiet:
             name = signal.Signals(number).name
             _write(f"{name}: stopping after this step, with a checkpoint; repeat: end at once")
 
     def _end_building(self, number: int, frame: FrameType | None) -> None:
-        """Raise StoppedEarlyError, now or after the import that the signal has interrupted."""
+        """Raise StoppedEarlyError now, or after the import that the signal interrupted."""
         if not _imports(frame):
             raise StoppedEarlyError(str(self.requested))
 
@@ -201,7 +202,7 @@ class StopRequests:
             self._waits_for_import = True
             if self._second is not None:
                 self._second.repeated += 1
-            # As a signal: a call that blocks is woken.
+            # Send a signal, which also wakes a blocking call.
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
         self._waiting = threading.Timer(_IMPORT_WAIT_S, look_again)
@@ -217,7 +218,7 @@ class StopRequests:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported below this frame."""
+    """Return True if this frame runs inside an import."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -235,5 +236,5 @@ def _end_at_once() -> None:
 
 
 def _write(note: str) -> None:
-    with suppress(OSError):  # the terminal is gone, which is what SIGHUP says
+    with suppress(OSError):  # the terminal may be gone, the reason for SIGHUP
         os.write(_STDERR, f"\n{note}\n".encode())

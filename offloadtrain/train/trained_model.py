@@ -1,6 +1,6 @@
-"""A trained model out of a run, a checkpoint or a folder of transformers, without an engine.
+"""Loads a trained model from a run, a checkpoint or a folder of transformers, without an engine.
 
-It is opened from a checkpoint (`open_saved`) or from either (`open_model`), exported to
+`open_saved` opens a checkpoint, and `open_model` any of the three. Models are exported to
 transformers, sampled from, and evaluated.
 """
 
@@ -51,10 +51,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A verified checkpoint and the job that it is of.
+    """A verified checkpoint and its job.
 
     Attributes:
-        tokenizer: name of the one that made its tokens; `data.tokenizer` knows it.
+        tokenizer: name of the tokenizer of its tokens, as `data.tokenizer` takes it.
     """
 
     checkpoint: Checkpoint
@@ -63,18 +63,18 @@ class SavedRun:
 
     @property
     def precision(self) -> str:
-        """The precision of its working weights in training: "bf16", "fp16" or "fp32"."""
+        """Precision of the working weights in training: "bf16", "fp16" or "fp32"."""
         return str(self.checkpoint.state["precision"])
 
     def weights(
         self, *, working: bool = False, wanted: Callable[[str], bool] = lambda name: True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `saved_weights` yields."""
+        """Yield the tensors of `saved_weights`."""
         rule = update_rule(self.job.optim)
         return saved_weights(self.checkpoint, rule, working=working, wanted=wanted)
 
     def hf_config(self) -> Any:
-        """Return the configuration of its model of transformers, as it was trained."""
+        """Return the configuration of its transformers model, as trained."""
         assert self.job.hf is not None
         config = hf_job.config_of(self.checkpoint.state["hf_config"])
         config.name_or_path = self.job.hf.hf
@@ -82,7 +82,7 @@ class SavedRun:
 
 
 def is_run(path: Path) -> bool:
-    """Tell whether `open_saved` takes this folder: a run's, or one of its checkpoints."""
+    """Return True if `open_saved` accepts this folder: a run, or one of its checkpoints."""
     return (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
 
 
@@ -91,7 +91,7 @@ def open_saved(path: Path) -> SavedRun:
 
     Raises:
         ConfigError: there is no run, or it has no checkpoint.
-        CheckpointError: none of its checkpoints is valid.
+        CheckpointError: no checkpoint is valid.
     """
     if (path / MANIFEST).is_file():
         verified = checkpoint.verify(path)
@@ -125,19 +125,20 @@ def _of(opened: Checkpoint) -> SavedRun:
 
 
 def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bool = False) -> str:
-    """Write what `AutoModelForCausalLM.from_pretrained` loads, from master weights; return the name
-    of the model's class. Holds one shard of host memory, and writes a whole folder or none.
+    """Write a folder for `AutoModelForCausalLM.from_pretrained` from master weights; return the
+    name of the model's class. Uses host memory for one shard; writes the complete folder or
+    nothing.
 
     Args:
         folder: new or empty.
-        dtype: of the weights: "bf16", "fp16" or "fp32"; default "bf16", and "fp32" of adapters.
-        merge: write the base with its adapters merged in, instead of the adapters alone, which
-            `PeftModel.from_pretrained` loads.
+        dtype: dtype of the weights: "bf16", "fp16" or "fp32"; default "bf16", for adapters "fp32".
+        merge: write the base model with its adapters merged in; False: write only the adapters,
+            for `PeftModel.from_pretrained`.
 
     Raises:
         NoClassError: no class of transformers has the model's shape.
         ConfigError: there are no adapters to merge.
-        FileExistsError: `folder` has something in it.
+        FileExistsError: `folder` is not empty.
     """
     transformers_package("export")
     hf = saved.job.hf
@@ -185,11 +186,11 @@ def _widened(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 
 def _empty_model(saved: SavedRun) -> Any:
-    """Return the model of transformers, with its adapters, on the meta device."""
+    """Return the transformers model, with its adapters, on the meta device."""
     if saved.job.hf is None:
         try:
             end = tokenizer(saved.tokenizer).end_of_document
-        except DataError:  # its files are not here
+        except DataError:  # the tokenizer's files are missing
             end = None
         return empty_own_model(saved.job.model, end_of_document=end)
     return hf_job.empty_model(saved.hf_config(), saved.job.hf.lora)
@@ -198,7 +199,7 @@ def _empty_model(saved: SavedRun) -> Any:
 def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:
     """Return the model with its working weights in the run's precision, in eval mode.
 
-    Besides its own memory, which it takes in the working dtype at once, it holds one weight.
+    Memory: the model in its working dtype, and one more weight.
     """
     dtype, hf = PRECISIONS[saved.precision], saved.job.hf
     module: Any
@@ -206,7 +207,7 @@ def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:
         with torch.device("meta"):
             module = Transformer(saved.job.model).to(dtype)
         module = module.to_empty(device=device)
-        module.tie()  # on the way there a tied head has become a weight of its own
+        module.tie()  # `to_empty` gave a tied head its own memory
         module.varlen_attention = saved.job.data.varlen_attention
     else:
         module = hf_job.unset_model(saved.hf_config(), hf.lora, dtype).to(device)
@@ -219,15 +220,15 @@ def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:
 
 
 SEQ_LEN_MOST = 1024
-"""Tokens per sequence in the evaluation of a folder, which names no length that it was trained
+"""Tokens per sequence when a folder is evaluated, which does not record the length it was trained
 with."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
     """Attributes:
-    path: as asked for.
-    saved: the run that it is of; None: a folder of transformers.
+    path: path that was opened.
+    saved: the run or checkpoint; None for a folder of transformers.
     """
 
     path: Path
@@ -237,7 +238,7 @@ class TrainedModel:
 
     @property
     def seq_len(self) -> int:
-        """Tokens per sequence: those of its training, or few enough for any memory."""
+        """Tokens per sequence: as in training, or at most SEQ_LEN_MOST for a folder."""
         if self.saved is not None:
             return self.saved.job.data.seq_len
         return min(self.model.max_seq_len, SEQ_LEN_MOST)
@@ -245,10 +246,10 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text to the tokens of a model, and back.
+    """Converts text to the tokens of a model, and back.
 
     Attributes:
-        chat: returns the template that its conversations are rendered with; DataError: none.
+        chat: returns the model's chat template; raises DataError if there is none.
     """
 
     encode: Callable[[str], list[int]]
@@ -260,8 +261,8 @@ class Words:
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Attributes:
-    loss: mean over `tokens` targets, nats.
-    left_out: targets at the end of the file that fill no sequence.
+    loss: mean loss over `tokens` targets, in nats.
+    left_out: targets at the end of the file that do not fill a sequence.
     """
 
     loss: float
@@ -274,10 +275,10 @@ class Evaluation:
 
 
 def open_model(path: Path, device: torch.device) -> TrainedModel:
-    """Load the weights of a run's newest checkpoint, of one checkpoint, or of a folder.
+    """Load the weights of a run's newest checkpoint, of a checkpoint, or of a transformers folder.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: the path is none of these.
     """
     require_path(path)
     if is_run(path):
@@ -297,7 +298,7 @@ def open_model(path: Path, device: torch.device) -> TrainedModel:
 
 
 def words_of(trained: TrainedModel) -> Words:
-    """Return the tokenizer of the tokens that the model was trained on.
+    """Return the tokenizer of the model's training tokens.
 
     Raises:
         DataError: it is not here.
@@ -328,7 +329,7 @@ def generate(
         chat: the prompt is a user's first message; return the assistant's answer.
 
     Raises:
-        ConfigError: the prompt is empty, and the tokenizer has no token to begin with; or the chat
+        ConfigError: the prompt is empty and the tokenizer has no start token, or the chat
             template refuses the message.
         DataError: the tokenizer has no chat template, or transformers is not installed.
     """
@@ -360,16 +361,16 @@ def evaluate(
     most_tokens: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Return the mean loss over the counted tokens of all whole sequences of a token file.
+    """Return the mean loss over the counted tokens of all complete sequences of a token file.
 
     Args:
-        packing: of documents into sequences; None: as in the training of a run. Of a folder, of
-            which that is not known, conversations are padded.
-        most_tokens: stop after so many, which then are spread evenly over the file; 0: all.
-        progress: called with (bytes done, bytes in all).
+        packing: how documents fill sequences; None: as in the run's training. For a folder, which
+            does not record it, conversations are padded.
+        most_tokens: stop after this many tokens, which are spread evenly over the file; 0: all.
+        progress: called with (bytes done, total bytes).
 
     Raises:
-        ConfigError: the file's vocabulary or the length is not the model's.
+        ConfigError: the file's vocabulary or `seq_len` exceeds the model's.
     """
     tokens, model = TokenFile(data), trained.model
     _check(trained, tokens, seq_len)
@@ -408,7 +409,7 @@ def _check(trained: TrainedModel, tokens: TokenFile, seq_len: int) -> None:
             f"has one of {model.vocab_size}: prepare the text with the model's tokenizer"
         )
     trained_on = ""
-    with suppress(DataError):  # a folder without a tokenizer, or with one that cannot be read here
+    with suppress(DataError):  # the folder has no tokenizer, or one that cannot be read here
         trained_on = (
             tokenizers.tokenizer(str(trained.path)).identity
             if trained.saved is None

@@ -3,10 +3,10 @@
     build     seeds, device, data, model, and the optimizer through `offload` (build.py)
     resume    the newest valid checkpoint of the run; every later loss is the same, bit for bit, as
               if the run had never stopped
-    step      learning rate; per microbatch data, forward, backward; update; one record
-    exchange  ranks exchange loss, time and stop requests
-    between   evaluation, checkpoint, a request to stop
-    end       last evaluation, last checkpoint, a sample of text
+    step      learning rate; data, forward and backward of each microbatch; update; one record
+    exchange  ranks exchange losses, times and stop requests
+    between   evaluation, checkpoint, stop requests
+    end       last evaluation, last checkpoint, a text sample
 
 A step whose gradients are not finite is skipped by the engine: no state changes. Its batch is
 consumed, the step is counted and shown, and the learning rate does not change, because the schedule
@@ -15,16 +15,17 @@ counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a c
 In a pipeline without flushes steps overlap: `UnflushedTrainer`.
 
 [Note: Overlapping steps]
-A step's microbatches begin before the step before is decided (`parallel.pipeline.steps`). An
+A step's microbatches begin before the previous step is decided (`parallel.pipeline.steps`). An
 iteration of this loop therefore runs the microbatches of step t, then counts and logs step t - 1,
-whose losses and decision are known by now, and only then asks for the update of step t: with the
-learning rate after t - 1, also where that was skipped. Ranks exchange their figures of step t
-without waiting for each other, and take them in an iteration later: to wait at once would be a
+whose losses and decision are known by now, and only then requests the update of step t: with the
+learning rate after t - 1, also if that step was skipped. Ranks exchange their figures of step t
+without waiting for each other, and read them one iteration later: waiting at once would be a
 flush.
 
-Where something must be done between two steps, as one process does it - an evaluation, a
-checkpoint, a stop, the end - the iteration ends step t, too, and keeps the delay: the run is where
-`offload.update = "delayed"` of one process is after step t, to the bit. That costs one flush.
+If something must be done between two steps as a single process does it - an evaluation, a
+checkpoint, a stop, the end - the iteration also ends step t, but keeps the delay: the state then
+equals, bit for bit, that of `offload.update = "delayed"` in one process after step t. This costs
+one flush.
 """
 
 from __future__ import annotations
@@ -83,30 +84,30 @@ class Trainer:
     """One run, from its first or latest step to its last, or until a stop is requested."""
 
     _prefetch: Prefetch
-    """The batches, while it trains."""
+    """Prefetches batches; exists only inside `train`."""
 
     def __init__(
         self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
     ) -> None:
-        """`run`: must have begun when `train` is called."""
+        """`run` must have begun before `train` is called."""
         self.config, self._context, self._log = config, context, log
         self.model, self.optimizer = context.model.module, context.optimizer
         self.optimizer.warns_of_skips = False  # the run log reports each one
-        # Groups may have peaks of their own (Muon's matrices and the rest), on the same schedule.
+        # Groups may have different peak rates (Muon's matrices and the rest), on one schedule.
         self._lr_ratios = [group["lr"] / config.optim.lr for group in self.optimizer.param_groups]
         self.progress = Progress()
         self.saving = Saving(config, context, run, log)
         self._requests: Requests | None = None
         self._polled: list[Request] = []
-        """Requests that are not answered yet."""
+        """Requests that were not answered yet."""
         self._loss = LateLoss(self.optimizer.device)
         self._all_stop = False
         self._steps_s = 0.0
-        """Of the slowest rank in this start: the same on all of them."""
+        """Step time of the slowest rank since this start, in seconds; equal on all ranks."""
         self._emergency = Emergency(config, context, self.saving, log)
 
     def resume(self, source: Checkpoint, on_damaged: OnDamaged) -> bool:
-        """Continue from a checkpoint, or an earlier one if it is damaged; False: none is valid.
+        """Continue from a checkpoint, or an earlier one if it is damaged; False if none is valid.
         Raises what `Saving.resume_newest` raises."""
         progress = self.saving.resume_newest(on_damaged, before=source.step + 1)
         self.progress = progress or self.progress
@@ -115,23 +116,23 @@ class Trainer:
     # ---- the loop
 
     def train(self, requests: Requests | None, stop: StopRequests) -> Literal["done", "stopped"]:
-        """Train from `progress.step` to the job's last step, or until a stop. A stopped run can be
+        """Train from `progress.step` to the job's last step, or until a stop; a stopped run can be
         resumed.
 
         Args:
-            requests: requests from outside, answered by rank 0.
-            stop: signals.
+            requests: requests from outside, answered by rank 0; None on other ranks.
+            stop: stop and checkpoint requests by signal.
 
         Raises:
-            TrainingError, LossScaleError: gradients stayed non-finite; a checkpoint was saved. Or
-                the loss or a weight is not finite, and none was saved.
+            TrainingError, LossScaleError: gradients stayed non-finite, and a checkpoint was saved;
+                or the loss or a weight is not finite, and none was saved.
             CheckpointError: the last checkpoint could not be saved.
             DeviceLostError: the device has failed; the last step was saved.
-            DeviceFailedError: it was not, and why.
-            DeviceMemoryError: the device ran out of memory; whether the last step was saved.
+            DeviceFailedError: the device has failed; the last step was not saved.
+            DeviceMemoryError: the device ran out of memory; says whether the last step was saved.
         """
         config, self._requests = self.config.train, requests
-        # A thread that waits for the device computes nothing, though its processor may spin.
+        # On a GPU a busy CPU is no progress: a thread that waits for the device may spin.
         HEARTBEAT.cpu_counts = self.optimizer.device.type == "cpu"
         self._emergency.step_ended()
         ready = partial(pinned, device=self.optimizer.device)
@@ -159,13 +160,13 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the last step is done, or the time of this start."""
+        """True if the last step is done, or the time limit of this start is reached."""
         config = self.config.train
         late = config.max_s > 0 and self._steps_s >= config.max_s
         return late or self.progress.step >= config.steps
 
     def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
-        """Try one optimizer step; return whether it was not skipped, and what ranks exchanged."""
+        """Try one optimizer step; return (True if it was not skipped, the ranks' statistics)."""
         clock = StepClock()
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
@@ -176,7 +177,7 @@ class Trainer:
             self.optimizer.step(skip=bool(spike))
         except LossScaleError as error:
             named = self._named_nonfinite
-            self.saving.save(self.progress)  # of the previous step: an overflow changes nothing
+            self.saving.save(self.progress)  # the previous step: an overflow changes nothing
             raise LossScaleError(f"{error}. {named}") from error
         clock.lap("optimizer")
         report = self.optimizer.last_step
@@ -193,14 +194,14 @@ class Trainer:
 
     @property
     def _named_nonfinite(self) -> str:
-        """A sentence on the last step that was decided."""
+        """A sentence that names the non-finite gradients of the last decided step."""
         last = self.optimizer.last_step
         return f"Not finite: the gradients of {last.named_nonfinite if last else 'no parameter'}"
 
     def _count(
         self, report: StepReport, clock: StepClock, stats: StepStats, lr: float, spike: str = ""
     ) -> None:
-        """Count and log a step that was decided, and report what was wrong with it."""
+        """Count and log a decided step, and report its problems."""
         number = self.progress.step + 1
         self.progress.count(
             tokens=self.config.batch_tokens, skipped=report.skipped, seconds=clock.total_ms / 1e3
@@ -212,8 +213,8 @@ class Trainer:
     def _row(
         self, loss: float, clock: StepClock, report: StepReport | None, stop: StopRequests
     ) -> list[float]:
-        """Return this rank's figures of a step for the others, and whether it was asked to stop or
-        to save. `report`: of the last step that was decided."""
+        """Return this rank's figures of a step, and its stop and save requests, for all ranks.
+        `report` is of the last decided step."""
         comm_ms = 0.0 if report is None else report.busy_ms["comm"]
         if self._requests is not None:
             self._polled += self._requests.poll()
@@ -223,7 +224,7 @@ class Trainer:
         return [*row, self.saving.written]
 
     def _stats_of(self, of_ranks: Tensor) -> StepStats:
-        """Return the statistics of a step from the rows of all ranks; note their stop requests."""
+        """Return the statistics of a step from all ranks' rows; record stop requests."""
         parts, replicas = self.config.ranks.tensor, self._context.replicas.size
         stats = StepStats.of(of_ranks, replicas=replicas, parts=parts)
         self._all_stop = stats.stops
@@ -231,7 +232,7 @@ class Trainer:
         return stats
 
     def _stops(self, stop: StopRequests) -> bool:
-        """Return whether the run ends here: all ranks end after the same step."""
+        """Return True if the run ends here; all ranks end after the same step."""
         return bool(stop.requested) if self._context.ranks.is_single else self._all_stop
 
     def _set_learning_rate(self) -> float:
@@ -249,7 +250,7 @@ class Trainer:
         return lr
 
     def _accumulate(self, clock: StepClock) -> None:
-        """Forward and backward of every microbatch; `_loss` gets the step's, of this rank."""
+        """Run forward and backward of all microbatches; `_loss` gets the rank's loss."""
         if self._context.pipelined is not None:
             losses, divides = self._run_pipeline(clock, self.progress.step + 1)
             self._loss.launch(of_step(losses, divides=divides))
@@ -273,12 +274,11 @@ class Trainer:
             clock.lap("backward")
 
     def _run_pipeline(self, clock: StepClock, number: int) -> tuple[Tensor, bool]:
-        """Run this rank's stages in step `number`; forwards and backwards alternate, and count as
-        "backward".
+        """Run this rank's stages in step `number`. Forwards and backwards alternate, so all their
+        time counts as "backward".
 
         Returns:
-            the losses that the pipeline gives back, and whether the step's is the mean of its
-            microbatches'.
+            (losses of microbatches, True if the step's loss is their mean).
         """
         context = self._context
         assert context.pipelined is not None
@@ -292,8 +292,7 @@ class Trainer:
         return losses, divisor is None
 
     def _check_step(self, number: int, report: StepReport, loss: float, spike: str) -> None:
-        """Report a step that was skipped; `spike`: what was wrong with its loss, if that was
-        finite."""
+        """Report a skipped step; `spike` is the reason if its loss was finite but too high."""
         if spike:
             self._log.warn("step-skipped", f"step {number} was skipped: {spike}", number)
         elif not math.isfinite(loss):
@@ -322,7 +321,7 @@ class Trainer:
     # ---- between steps
 
     def _answer(self, stop: StopRequests, stats: StepStats) -> None:
-        """Serve SIGUSR1 and rank 0's requests, here where the state is consistent.
+        """Answer SIGUSR1 and rank 0's requests; the state is consistent between steps.
 
         Raises:
             AbortedError: an abort was requested.
@@ -358,8 +357,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Evaluate the mean loss over the first `eval_batches` of the held-out tokens, always the
-        same ones."""
+        """Compute the mean loss over the first `eval_batches` of the validation tokens, the same
+        ones in every evaluation."""
         if self._context.val_tokens is None or not self.config.train.eval_every:
             return
         self._log.doing("validation")
@@ -394,9 +393,9 @@ class Trainer:
         self._log.evaluated(self.progress, count * batch * seq_len * ranks.size, clock.total_ms)
 
     def _sample(self) -> None:
-        """Let the model continue the prompt."""
+        """Log the model's continuation of the prompt."""
         self._log.doing("writing a sample")
-        # Update mode "delayed": of the newest weights. The run is saved, so its delay may end.
+        # In mode "delayed", use the newest weights. The run is saved, so its delay may end here.
         self.optimizer.synchronize()
         words = tokenizer(self._context.train_tokens.header.tokenizer)
         prompt = self.config.train.sample_prompt
@@ -412,15 +411,15 @@ class Trainer:
 
 
 _NOTHING = StepStats(loss=math.nan, own_ms=(), asks=False, saves=False, written=False)
-"""Before the first step is decided."""
+"""Statistics before the first step is decided."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingStep:
-    """A step whose microbatches were run and whose update was asked for.
+    """A step whose microbatches have run and whose update was requested.
 
     Attributes:
-        divides: its loss is the mean of its microbatches'.
+        divides: the step's loss is the mean of its microbatches' losses.
         receive: waits for the figures of all ranks.
     """
 
@@ -442,17 +441,17 @@ class UnflushedTrainer(Trainer):
         return self._context.pipelined.pipeline
 
     def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
-        """Run the microbatches of a step, and end the step before; return whether a step has ended
-        with nothing in flight and was not skipped, and what ranks exchanged."""
+        """Run the microbatches of a step, and end the previous step. Return (True if a step ended
+        with nothing in flight and was not skipped, the ranks' statistics)."""
         clock, stats = StepClock(), _NOTHING
         if self._pending is None:
             self._log.before_step(self.optimizer)
         try:
             number = self.progress.step + (1 if self._pending is None else 2)
-            # The losses are those of the step before.
+            # The losses are those of the previous step.
             losses, divides = self._run_pipeline(clock, number)
         except LossScaleError as error:
-            # On every stage, before a microbatch of this step is sent: the one in flight can end.
+            # Raised on every stage before it sends this step's microbatches: the last step can end.
             assert self._pending is not None
             named = self._named_nonfinite
             self._end(self._pending)
@@ -465,7 +464,7 @@ class UnflushedTrainer(Trainer):
         self._pipeline.step()
         clock.lap("optimizer")
         row = self._row(math.nan, clock, self.optimizer.last_step, stop)
-        # No rank waits for another one here: the rows are taken in when the step has ended.
+        # No rank waits here: the rows are read when the step has ended.
         receive = self._context.ranks.send_host(row)
         self._pending = pending = _PendingStep(clock, lr, divides, receive)
         if not self._flush_is_due(stats):
@@ -475,7 +474,7 @@ class UnflushedTrainer(Trainer):
         return not self.optimizer.last_step.skipped, stats
 
     def _end(self, pending: _PendingStep) -> StepStats:
-        """End the step in flight, and keep the delay."""
+        """End the step in flight, but keep the delay."""
         HEARTBEAT.enter(f"end of step {self.progress.step + 1}")
         left = self._pipeline.drain(newest=False)
         pending.clock.lap("backward")
@@ -484,12 +483,12 @@ class UnflushedTrainer(Trainer):
         return self._ended(pending, left)
 
     def _ended(self, pending: _PendingStep, losses: Tensor) -> StepStats:
-        """Count and log a step that was decided; `losses`: of its microbatches."""
+        """Count and log a decided step; `losses` are those of its microbatches."""
         own_loss = of_step(losses, divides=pending.divides).item()
-        # Waits for the replicas of this stage, which have just decided the step together, and not
+        # Waits for the replicas of this stage, which have just decided the step together, but not
         # for other stages.
         of_replicas = self._context.replicas.all_gather_host([own_loss])[:, 0].tolist()
-        # Every stage has sent its row before what this one has received since.
+        # Does not wait: a stage sends its row before data that this stage has received.
         stats = self._stats_of(pending.receive())
         stats = replace(stats, loss=sum(of_replicas) / len(of_replicas))
         assert self.optimizer.last_step is not None
@@ -497,7 +496,7 @@ class UnflushedTrainer(Trainer):
         return stats
 
     def _flush_is_due(self, stats: StepStats) -> bool:
-        """Return True if something must be done after the step in flight; the same on all ranks."""
+        """Return True if the step in flight must end before the next one; equal on all ranks."""
         config, step = self.config.train, self.progress.step + 1
         every = [number for number in (config.eval_every, config.checkpoint_every) if number]
         return (
@@ -507,12 +506,12 @@ class UnflushedTrainer(Trainer):
             or stats.saves
             or self._all_stop
             or self._is_over
-            # If it is skipped, the run ends after it, with a checkpoint.
+            # If the step in flight is skipped too, the run ends after it, with a checkpoint.
             or self.progress.skipped_in_a_row == MAX_SKIPS - 1
         )
 
 
 def trainer_of(config: Config, context: TrainingContext, run: RunFolder, log: RunLog) -> Trainer:
-    """Return the training loop of a job; the arguments are those of `Trainer`."""
+    """Return the training loop for a job; the arguments are those of `Trainer`."""
     kind = Trainer if config.ranks.flushes else UnflushedTrainer
     return kind(config, context, run, log)

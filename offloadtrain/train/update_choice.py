@@ -1,16 +1,17 @@
-"""Exact or speculative updates, by the steps of the run: `offload.update = "auto"` of a job.
+"""Chooses exact or speculative updates by measured steps, for `offload.update = "auto"`.
 
 [Note: Measured update mode]
-The plan decides first. Where it expects a gain from "speculative", the job begins in that mode: the
-layout has the second copies, in which "exact" can run as well, with the same bits. So the mode
-changes between two steps and moves nothing. After `STEPS` steps that guessed, as many run in mode
-"exact", and the mode with the shorter median stays for the rest of the run; the planned one unless
-the other is faster by `GAIN`. A step whose gradients were clipped or skipped so often that
-"speculative" does not guess is not counted: the comparison goes on when guesses are right again.
+The plan decides first. If it expects a gain from "speculative", the job begins in that mode: the
+layout has the second copies, with which "exact" can run as well, with the same bits. So the mode
+can change between two steps without moving memory. After `STEPS` steps with a prediction, as many
+steps run in mode "exact", and the mode with the shorter median stays for the rest of the run; the
+planned mode stays unless the other is faster by `GAIN`. Steps in which "speculative" does not
+predict, because gradients were clipped or skipped too often, are not counted: the comparison
+continues when predictions are right again.
 
-Step times are those of the slowest rank, which all ranks know, so all decide the same after the
-same step. Checkpoints have the decision, and a resumed run keeps it. After a decision for "exact"
-the second copies are given back ([Note: Changes between steps] in `engine.relayout`).
+Step times are those of the slowest rank, which all ranks know, so all decide alike after the
+same step. Checkpoints contain the decision, and a resumed run keeps it. After a decision for
+"exact" the second copies are freed ([Note: Changes between steps] in `engine.relayout`).
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from offloadtrain.plan.automatic import GAIN, with_decisions_of, with_update
 from offloadtrain.train.build import TrainingContext
 
 STEPS = 8
-"""Steps of each mode whose median is compared."""
+"""Steps of each mode in the compared medians."""
 _SETTLING = 2
-"""First steps of each mode, which are not compared: an update of the other mode may run in them."""
+"""First steps of each mode, which are not compared: they may run an update of the other mode."""
 
 
 class UpdateChoice:
-    """Decides about the update mode of one run.
+    """Decides the update mode of one run.
 
     Attributes:
-        decided: the mode that was faster in this run; None: not measured, or not yet.
-        resolved: the job with the plan's decisions, but for a mode that is to be measured.
+        decided: the faster mode in this run; None if not measured, or not yet.
+        resolved: the job with the plan's decisions, but with "auto" for a mode to be measured.
     """
 
     def __init__(self, config: Config, context: TrainingContext) -> None:
@@ -42,18 +43,18 @@ class UpdateChoice:
         is_open = (
             config.offload.update == "auto"
             and job.offload.update == "speculative"
-            # There a stage waits for others in every step: the plan's decision stays.
+            # A pipeline stage waits for other stages in every step, so the plan's decision stays.
             and context.pipelined is None
         )
         self._optimizer = optimizer if is_open and isinstance(optimizer, OffloadOptimizer) else None
         self.resolved = with_update(job, "auto") if is_open else job
         self.decided: str | None = None
-        # Of the next step.
+        # Mode of the next step, and whether it predicts the norm.
         self._mode, self._guesses = job.offload.update, False
         self._step_ms: dict[str, list[float]] = {"speculative": [], "exact": []}
 
     def decide(self, mode: UpdateMode) -> str:
-        """Keep to the decision of an earlier start; return a sentence, "" if nothing is new."""
+        """Apply the decision of an earlier start; return a sentence, or "" if nothing changed."""
         if self._optimizer is None or self.decided:
             return ""
         self.decided = self._mode = mode
@@ -63,13 +64,13 @@ class UpdateChoice:
         return f"offload.update = auto: {mode}, as measured in an earlier start"
 
     def after_step(self, step_ms: float | None) -> str:
-        """Count a step.
+        """Count a step and decide the mode once enough steps were measured.
 
         Args:
-            step_ms: its duration on the slowest rank; None: it was skipped.
+            step_ms: duration on the slowest rank; None if the step was skipped.
 
         Returns:
-            A sentence if the mode was decided now, else "".
+            A sentence if the mode was decided by this step, else "".
         """
         if self._optimizer is None or self.decided:
             return ""

@@ -1,4 +1,4 @@
-"""The monitor: snapshots from a reader thread, one state, a screen for each panel.
+"""The monitor application: snapshots from a reader thread, one state, and a screen for each panel.
 
 One `ViewState` determines the screen. It changes when the reader has news, every second, and when a
 key is pressed; the visible panel then receives it.
@@ -69,13 +69,13 @@ COLOR_BLIND = Theme(
 _CHARTS = ", ".join(KINDS)
 RUNS_EVERY_S = 3.0
 QUIET_S = 1.0
-"""Without news the screen is drawn so often: its clocks go on."""
+"""Interval between redraws without news, so that clocks advance, in seconds."""
 
 
 @dataclass(slots=True)
 class Watched:
-    """The last known alerts and end of each run. Those at the first complete reading are no
-    news."""
+    """The last known alerts and end of each run. Alerts and ends in the first complete reading are
+    not news."""
 
     _known: dict[Path | None, frozenset[str]] = field(default_factory=dict)
 
@@ -91,10 +91,10 @@ class Watched:
 
 
 class Monitor(App[None]):
-    """Displays runs; it writes only requests, when the user makes them."""
+    """Displays runs. It writes nothing except requests that the user makes."""
 
     class News(Message):
-        """The reader has news. Of several in the queue only the last is handled."""
+        """The reader has news. If several are in the queue, only the last one is handled."""
 
         def can_replace(self, message: Message) -> bool:
             return isinstance(message, Monitor.News)
@@ -113,7 +113,7 @@ class Monitor(App[None]):
 
     CSS_PATH = "monitor.tcss"
     TITLE = "offloadtrain"
-    AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
+    AUTO_FOCUS = ""  # otherwise a hidden table would get the keys
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = list(KEYS)
 
@@ -128,11 +128,11 @@ class Monitor(App[None]):
         news_s: float = NEWS_S,
         output: TextIO | None = None,
     ) -> None:
-        """`news_s`: least interval between updates from the runs. `output`: where the screen goes;
-        None: where Textual draws."""
+        """`news_s`: least interval between updates from the runs, in seconds. `output`: stream of
+        the screen; None: the stream that Textual draws to."""
         super().__init__()
         self.register_theme(COLOR_BLIND)
-        # Classes of the screen by its size.
+        # CSS classes of the screen by its size.
         self.HORIZONTAL_BREAKPOINTS = [(0, "narrow"), (100, "medium"), (160, "wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "short"), (30, "usual"), (50, "tall")]
         self.clock = clock or Clock()
@@ -158,7 +158,7 @@ class Monitor(App[None]):
         return [*super().get_line_filters(), self._sanitized]
 
     def use(self, chosen: settings.Settings) -> None:
-        """Take the user's settings."""
+        """Apply the user's settings."""
         self.settings = chosen
         self.shown = replace(self.shown, log=chosen.log_axis, span=chosen.mean)
         if chosen.theme:
@@ -189,7 +189,7 @@ class Monitor(App[None]):
 
     def on_monitor_news(self) -> None:
         self.settle()
-        self._quiet.reset()  # clocks and ages have been drawn: the next tick is put off
+        self._quiet.reset()  # clocks and ages were just drawn
 
     def on_monitor_sampled(self, message: Monitor.Sampled) -> None:
         self.shown = replace(self.shown, machine=message.system)  # shown at the next tick
@@ -200,7 +200,7 @@ class Monitor(App[None]):
             return
         self.query_one(RunsPanel).list_runs(message.rows, self._listing.runs_dir)
         living = [row.folder for row in message.rows if row.state in runs.ALIVE]
-        if not self.reader.readers and living:  # started after a monitor that had none to show
+        if not self.reader.readers and living:  # a run started after the monitor, which had none
             self._open(living[0], overlay=False)
 
     @property
@@ -214,7 +214,7 @@ class Monitor(App[None]):
         return self._listed and sampled and logs
 
     def _look_for_runs(self) -> None:
-        """List runs on another thread: a hundred runs on a slow disk take time."""
+        """List runs on another thread, because a hundred runs on a slow disk take time."""
 
         def look() -> None:
             self.post_message(self.Listed(self._listing.rows(self.clock.now_s())))
@@ -227,7 +227,7 @@ class Monitor(App[None]):
         self.tell(f"at an alert and at the end: {'a bell' if how == 'bell' else 'nothing'}")
 
     def action_save_settings(self) -> None:
-        """Save the theme, the charts' settings and the attention."""
+        """Save the theme, the chart settings and the attention setting."""
         theme, log, mean = self.theme, self.shown.log, self.shown.span
         chosen = replace(self.settings, theme=theme, log_axis=log, mean=mean)
         try:
@@ -269,11 +269,11 @@ class Monitor(App[None]):
         yield Static(id="footer")
 
     def tell(self, text: str, severity: SeverityLevel = "information") -> None:
-        """Show a notice for a moment; names and messages in it are no markup."""
+        """Show a notice for a moment; the text is not parsed as markup."""
         self.notify(clean(text, 300), severity=severity, markup=False)
 
     def draw(self) -> None:
-        if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
+        if not self.is_running:  # at exit widgets are removed one by one while timers still fire
             return
         names = STATE_COLORS | {color: color for color in RUN_COLORS}
         colors = {key: self.panel.ink(name) for key, name in names.items()}
@@ -285,7 +285,7 @@ class Monitor(App[None]):
             }
             self.query_one("#when").display = bool(lines["when"].plain)
             self.panel.show(self.shown)
-            # Not the screen's active ones: those change with the focus.
+            # The screen's active bindings would change with the focus.
             bindings = [
                 (self.get_key_display(binding), binding)
                 for bindings_map in (self.panel._bindings, self._bindings)
@@ -322,7 +322,7 @@ class Monitor(App[None]):
         self.push_screen(Page(help_page(self.shown.view.start)))
 
     def _ask(self, dialog: Ask | Confirm, act: Callable[[str], None]) -> None:
-        """Ask the user, and act on an answer."""
+        """Ask the user, and call `act` with a non-empty answer."""
         self.push_screen(dialog, lambda answer: None if not answer else act(answer))
 
     def action_step(self) -> None:
@@ -352,12 +352,12 @@ class Monitor(App[None]):
         self.tell(f"moving average over {span} steps" if span else "no moving average")
 
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
-        """Return the screen as SVG for every renderer."""
+        """Return the screen as SVG that all renderers draw alike."""
         return portable(super().export_screenshot(title=title, simplify=simplify))
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
         if self.is_web:
-            self.deliver_screenshot()  # to the browser: the folder here is not its user's
+            self.deliver_screenshot()  # the browser's user cannot open this folder
         else:
             self.tell(f"saved {self.save_screenshot(filename, path)}")
 
@@ -368,7 +368,7 @@ class Monitor(App[None]):
         self._go_to(self.shown.jumped(direction))
 
     def _go_to(self, shown: ViewState) -> None:
-        """Show another moment; a replay goes on from there."""
+        """Move to another moment; a replay continues from it."""
         if not isinstance(self.clock, ReplayClock):
             self.change(shown)
             return
@@ -380,7 +380,8 @@ class Monitor(App[None]):
         self._go_to(replace(self.shown, cursor=None))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """End has priority over tables; in a text field and in a dialog it is theirs."""
+        """Disable the priority of the End key in a text field or a dialog, which handle it
+        themselves."""
         if action == "live":
             return not isinstance(self.focused, Input) and not isinstance(self.screen, ModalScreen)
         return True
@@ -427,7 +428,7 @@ class Monitor(App[None]):
             self.action_panel("overview")
         self.settle()
 
-    # ---- requests to a run, which the user confirms
+    # ---- requests to a run, confirmed by the user
 
     def action_checkpoint(self) -> None:
         self._request("save a checkpoint after this step?", {"checkpoint": "save"})
@@ -494,8 +495,8 @@ class Monitor(App[None]):
         self._ask(Ask(question), self._export_chart)
 
     def _export_chart(self, answer: str) -> None:
-        """Write a chart's numbers into a file, whose name says which chart; with a chart's name
-        alone copy them to the terminal's clipboard, by OSC 52."""
+        """Write a chart's numbers to a file that is named like the chart. If the answer is only a
+        chart's name, copy them to the terminal's clipboard, by OSC 52."""
         path = Path(answer).expanduser()
         if answer in KINDS:
             self.copy_to_clipboard(as_csv(answer, self.shown))

@@ -1,4 +1,4 @@
-"""The one clock of a monitor: live, or of a replay."""
+"""The monitor's clock: live, or of a replay."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 
 class Clock:
-    """The machine's time, in Unix seconds."""
+    """Returns the machine's time, in Unix seconds."""
 
     def now_s(self) -> float:
         return time.time()
 
 
 class ReplayClock(Clock):
-    """Runs over a recorded interval at a speed; it can be paused and moved."""
+    """Runs through a recorded interval at a speed; can be paused and moved."""
 
     def __init__(self, start_s: float, end_s: float, *, speed: float = 1.0) -> None:
         self.start_s, self.end_s, self.speed = start_s, end_s, speed
@@ -26,7 +26,7 @@ class ReplayClock(Clock):
         return min(self._at_s + moved, self.end_s)
 
     def move(self, to_s: float) -> None:
-        """Continue from there."""
+        """Continue from this time."""
         self._at_s, self._since = min(max(to_s, self.start_s), self.end_s), time.monotonic()
 
     def pause(self, paused: bool) -> None:

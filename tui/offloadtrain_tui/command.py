@@ -1,4 +1,4 @@
-"""`offloadtrain tui`: the first import of Textual."""
+"""The command `offloadtrain tui`. The monitor is imported inside of it, because Textual is slow."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def tui(
 
 
 def _settings(app: Monitor, theme: str, *, of_user: bool) -> settings.Settings:
-    """Return the user's settings or the defaults, with this theme; refuse wrong ones."""
+    """Return the user's settings or the defaults, with this theme; exit if they are invalid."""
     file, themes = settings.path(), sorted(app.available_themes)
     if theme and theme not in themes:
         raise ConfigError(f"--theme {theme}: choose one of {', '.join(themes)}")
@@ -141,7 +141,7 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> Non
     from offloadtrain_tui.svg import write
 
     width, height = _parsed(size)
-    terminal = unfiltered(sys.stderr)  # Textual takes stderr while it draws
+    terminal = unfiltered(sys.stderr)  # Textual redirects stderr while it draws
 
     def say(text: str) -> None:
         if terminal.isatty():
@@ -154,13 +154,13 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> Non
         print(screenshot)
     else:
         print(text)
-    # On stderr, why there is no run in what was shown.
+    # If the frame shows no run, stderr says why.
     if app.shown.snapshot.problem and not app.shown.snapshot.has_records:
         raise ConfigError(f"{app.shown.snapshot.name}: {app.shown.snapshot.problem}")
 
 
 def _in_terminal(app: Monitor, screen: str) -> int:
-    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual-serve, in a browser
+    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # in a browser, by textual-serve
     terminals = (unfiltered(sys.stdout), unfiltered(sys.stderr))  # Textual draws to stderr
     if not drawn_elsewhere and not all(terminal.isatty() for terminal in terminals):
         raise ConfigError(

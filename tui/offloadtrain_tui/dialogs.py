@@ -18,7 +18,7 @@ from offloadtrain_tui.text import clean
 
 
 class Ask(ModalScreen[str]):
-    """An input of one line; the result is "" for none."""
+    """A dialog with one line of input; its result is "" if it was cancelled."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('')", "cancel")]
@@ -37,12 +37,13 @@ class Ask(ModalScreen[str]):
 
 
 class Confirm(Ask):
-    """A question; the result is the chosen button's name, "" for none."""
+    """A dialog with buttons; its result is the name of the chosen button, "" if it was
+    cancelled."""
 
     AUTO_FOCUS = "#cancel"
 
     def __init__(self, question: str, choices: dict[str, str]) -> None:
-        """`choices`: answer → button text; the first one is the least harmful."""
+        """`choices`: answer → button text; the first choice should be the least harmful."""
         super().__init__(question)
         self._choices = choices
 
@@ -60,7 +61,7 @@ class Confirm(Ask):
 
 
 class Page(ModalScreen[None]):
-    """Texts that can be scrolled."""
+    """A dialog with texts that can be scrolled."""
 
     AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -77,13 +78,13 @@ class Page(ModalScreen[None]):
 
 
 def record_page(moment: Moment) -> Page:
-    """Return a page with the raw record of the log."""
+    """Return a page with the raw record of an event."""
     title = Text(f"{moment.kind}, rank {moment.rank}", "bold")
     return Page(title, Syntax(pretty(moment.raw), "json", word_wrap=True))
 
 
 def pretty(raw: bytes) -> str:
-    """Return JSON on several lines, anything else unchanged."""
+    """Return JSON in several lines, other data unchanged."""
     try:
         text = json.dumps(json.loads(raw), indent=2, ensure_ascii=True)
     except (ValueError, RecursionError):

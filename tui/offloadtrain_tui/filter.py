@@ -1,4 +1,4 @@
-"""The last filter before the terminal: everything that is drawn is printable text."""
+"""The last filter before the terminal, which leaves only printable text."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ASCII = str.maketrans(
 class Sanitized(LineFilter):
     """Replaces unprintable characters in every line of every widget.
 
-    Textual sends the text of a widget as it is, so an escape sequence in a name would reach the
-    terminal. Panels clean their texts as well, to keep columns straight; this one forgets none.
+    Textual sends the text of a widget unchanged, so an escape sequence in a name would reach the
+    terminal. Panels also clean their texts, to keep columns aligned; this filter covers all texts.
     """
 
     def __init__(self, *, ascii_only: bool = False) -> None:
-        """`ascii_only`: the terminal has no other characters: fills, lines and dots in ASCII."""
+        """`ascii_only`: draw fills, lines and dots with ASCII characters."""
         super().__init__()
         self._ascii_only = ascii_only
 
@@ -49,7 +49,8 @@ class Sanitized(LineFilter):
 
 
 def as_ascii(text: str) -> str:
-    """Return a text of as many characters: braille by the number of its dots, others as "?"."""
+    """Return a text of the same length: braille by its number of dots, unknown characters as
+    "?"."""
     if text.isascii():
         return text
     return "".join(map(_plain, text.translate(_ASCII)))
@@ -64,6 +65,7 @@ def _plain(character: str) -> str:
 
 
 def is_unicode(stream: TextIO | None) -> bool:
-    """Return whether the stream takes every character; None: the one that Textual draws to."""
+    """Return True if the stream can encode all characters; None: the stream that Textual draws
+    to."""
     encoding = getattr(stream or sys.__stderr__, "encoding", None) or "utf-8"
     return encoding.lower().replace("-", "").startswith("utf")

@@ -1,4 +1,4 @@
-"""The monitor's screens and keys: bindings, command palette, footer and the page of help."""
+"""The monitor's screens and keys: bindings, command palette, footer and help page."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PANELS: dict[str, type[Panel]] = {
 
 
 def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
-    """(key, panel): 1 to 9 and 0 in their order. Panels after the tenth have no key; Ctrl+P lists
-    them by name."""
+    """Return pairs (key, panel), with keys 1 to 9 and 0 in order. Panels after the tenth have the
+    key "" and are opened by name, with Ctrl+P."""
     return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
 
 
@@ -80,7 +80,7 @@ COMMANDS = (
     ("Bell on or off", "attention"),
     ("Save the settings", "save_settings"),
 )
-"""(title, action) of the command palette, in addition to the panels."""
+"""(title, action) for the command palette, which also lists the panels."""
 
 _SHORT = {
     "overview": "over", "memory": "mem", "transfers": "bus", "timeline": "time", "plots": "plot",
@@ -90,18 +90,19 @@ _REQUESTS = ("checkpoint", "stop")
 
 
 def _place(binding: Binding) -> int:
-    """Return the place of a key in the footer: screens, help, those of a screen, of the run."""
+    """Return the position of a binding in the footer: screens, help, the screen's keys,
+    requests."""
     if binding.action.startswith("panel("):
         return 0
     return {"help": 1, "quit": 3, "checkpoint": 3, "stop": 3}.get(binding.action, 2)
 
 
 def footer(bindings: Iterable[tuple[str, Binding]], width: int, *, can_ask: bool) -> Text:
-    """Return the last line: all screens, then as many other keys as fit whole. A click presses one.
+    """Return the footer: all screens, then as many other keys as fit. A click presses the key.
 
     Args:
-        bindings: what a key is called, and the binding.
-        can_ask: the run answers requests.
+        bindings: (displayed key, binding).
+        can_ask: True if the run accepts requests.
     """
     shown = [
         (key, binding)
@@ -121,7 +122,7 @@ def footer(bindings: Iterable[tuple[str, Binding]], width: int, *, can_ask: bool
     return text
 
 
-# ---- the page that `?` opens
+# ---- the help page
 
 _KEYS = (
     ("1 … 9, 0", "the ten screens that the last line names"),
@@ -154,7 +155,7 @@ _MARKS = (("▾", "checkpoint"), ("▸", "start"), ("✗", "skipped, or not fini
 
 
 def help_page(start: schema.RunStarted | None) -> Text:
-    """Return the page, in the words of a run; 25 lines, of which a small terminal shows most."""
+    """Return the help page, with the run's names of lanes; 25 lines, to fit a small terminal."""
     text = Text()
     for title, lines in (("Keys", _KEYS), ("Words", _WORDS)):
         text.append(f"{title}\n", "bold")

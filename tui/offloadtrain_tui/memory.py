@@ -1,4 +1,4 @@
-"""Memory as the screens show it: a bar per GPU and one of the host, by owner, and their history."""
+"""The data of memory displays: a bar per GPU and a bar of the host, by owner, and their history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offloadtrain_tui.widgets.bars import Area, Part, Tier
 
 ACTIVATIONS, PROCESS = "activations and gradients", "Python, torch"
 OLD_S = 15.0
-"""Age from which a figure is shown with its age; samples of the machine come every 5 s."""
+"""Age, in seconds, from which a sample is shown with its age. Samples are logged every 5 s."""
 
 _COLUMNS = 96
 _BANDS = 5
@@ -28,8 +28,8 @@ _BANDS = 5
 
 
 def rows(view: View) -> list[tuple[schema.MemoryRow, int | None]]:
-    """Return owners by tier with their planned bytes, the largest first, including planned ones
-    without memory yet; None: without a plan."""
+    """Return pairs (owner's row, planned bytes or None), by tier, the largest first. Planned owners
+    without memory yet are included."""
     plan = planned(view)
     owned = _owners(view.memory, view.live, _peak([view], "device"))
     known = {(row.tier, row.owner): row for row in owned}
@@ -41,7 +41,7 @@ def rows(view: View) -> list[tuple[schema.MemoryRow, int | None]]:
 
 
 def planned(view: View) -> dict[tuple[str, str], int]:
-    """Return (tier, owner) → bytes of the run's initial plan."""
+    """Return (tier, owner) → bytes in the run's initial plan."""
     memory: Any = view.plan.get("memory")
     sizes = {
         (tier, owner): size
@@ -59,8 +59,8 @@ def planned(view: View) -> dict[tuple[str, str], int]:
 def _owners(
     rows_: Sequence[schema.MemoryRow], live: Live | None, peak_bytes: int = 0
 ) -> list[schema.MemoryRow]:
-    """Return the Ledger's rows; those of moving tensors as sampled: all that torch has allocated on
-    the device besides."""
+    """Return the ledger's rows. Activations on the device are replaced by the newest sample: the
+    memory that torch has allocated in addition to the other rows."""
     allocated = live.now("allocated") if live else None
     if allocated is None:
         return list(rows_)
@@ -79,8 +79,8 @@ def _owners(
 
 
 def sample_if_run_is_here(shown: ViewState) -> schema.System | None:
-    """Return the monitor's own sample of this machine, if the run lives on this machine and uses
-    its GPUs, or if no run is shown; else None."""
+    """Return the monitor's own sample of this machine if the run is on this machine and uses its
+    GPUs, or if no run is shown; otherwise None."""
     machine = shown.machine if shown.is_live else None
     start = shown.view.start
     if machine is None or start is None:
@@ -92,7 +92,7 @@ def sample_if_run_is_here(shown: ViewState) -> schema.System | None:
 
 def devices(shown: ViewState) -> list[Tier]:
     """Return a bar for the GPU of each rank; without a run, for each GPU of this machine. A run on
-    CPUs has none: its tensors are in the bar of the host."""
+    CPUs has none, because the bar of the host includes its tensors."""
     start, local_system = shown.view.start, sample_if_run_is_here(shown)
     if start is None:
         return [
@@ -109,7 +109,8 @@ def devices(shown: ViewState) -> list[Tier]:
 
 
 def bars(shown: ViewState) -> tuple[Tier, ...]:
-    """Return all bars: GPUs, then the host; an owner has one color in all of them."""
+    """Return the bars of all GPUs, then that of the host; an owner has the same color in all
+    bars."""
     tiers = (*devices(shown), host(shown))
     owners = dict.fromkeys(part.owner for tier in tiers for part in tier.parts)
     colors = {owner: number for number, owner in enumerate(owners)}
@@ -147,7 +148,7 @@ def _device_parts(rows_: Sequence[schema.MemoryRow], live: Live | None) -> tuple
 def _cache_and_other_bytes(
     parts: Sequence[Part], live: Live | None, gpu: schema.GpuSample | None, total: int
 ) -> tuple[int, int]:
-    """Return the bytes of the allocator's cache, and of others on the device."""
+    """Return the bytes of the allocator's cache, and those of other programs on the device."""
     used = sum(part.nbytes for part in parts)
     cache = max((live.now("reserved") or 0) - used, 0) if live else 0
     free = live.now("free") if live else None
@@ -157,7 +158,7 @@ def _cache_and_other_bytes(
 
 
 def host(shown: ViewState) -> Tier:
-    """Return the bar of the host: all ranks there by owner, others, free."""
+    """Return the bar of the host: the owners of all its ranks, other programs, free memory."""
     views, local_system = _neighbours(shown.views), sample_if_run_is_here(shown)
     system = shown.view.system or local_system
     lives = [view.live for view in views]
@@ -188,7 +189,7 @@ def host(shown: ViewState) -> Tier:
 
 
 def _host_parts(views: Sequence[View], rss: int) -> tuple[Part, ...]:
-    """Return the owners of all ranks, and the rest of their resident memory."""
+    """Return the owners of all ranks, and the remainder of their resident memory."""
     tiers = ("host", "device") if views and views[0].on_cpu else ("host",)
     parts = _parts(row for view in views for row in view.memory if row.tier in tiers)
     rest = max(rss - sum(part.nbytes for part in parts), 0)
@@ -198,7 +199,7 @@ def _host_parts(views: Sequence[View], rss: int) -> tuple[Part, ...]:
 
 
 def _planned_host(views: Sequence[View]) -> int:
-    """Return the planned bytes of these ranks, including those of their processes."""
+    """Return the planned bytes of these ranks and of their processes."""
     tiers = ("host", "device") if views and views[0].on_cpu else ("host",)
     sizes = [size for view in views for (tier, _), size in planned(view).items() if tier in tiers]
     process_sizes = [view.plan.get("process_bytes") for view in views]
@@ -206,7 +207,7 @@ def _planned_host(views: Sequence[View]) -> int:
 
 
 def _neighbours(views: Sequence[View]) -> list[View]:
-    """Return the ranks on the host of the first."""
+    """Return the ranks on the same host as the first rank."""
     hosts = [view.start.machine.get("host") if view.start else None for view in views]
     return [view for view, host in zip(views, hosts, strict=True) if host == hosts[0]]
 
@@ -218,7 +219,7 @@ def _resident(view: View, live: Live | None) -> int:
 
 
 def _peak(views: Sequence[View], tier: str) -> int:
-    """Return the sum over these ranks of the peak of any step until now; 0: not known."""
+    """Return the sum of these ranks' peaks in all steps so far; 0 if unknown."""
     logged = [v.history.series[f"{tier}_peak_bytes"].extent(0, v.length)[1] for v in views]
     newest = [
         (view.live.most("allocated" if tier == "device" else "rss") or 0) if view.live else 0
@@ -229,7 +230,8 @@ def _peak(views: Sequence[View], tier: str) -> int:
 
 
 def _gpu(view: View, local_system: schema.System | None) -> schema.GpuSample | None:
-    """Return the newest sample of the rank's GPU; the only one of a log without UUIDs."""
+    """Return the newest sample of the rank's GPU. Without UUIDs, a single GPU is assumed to be
+    it."""
     system = local_system or view.system
     gpus = system.gpus if system else ()
     named = [gpu for gpu in gpus if gpu.uuid == _uuid(view)]
@@ -247,7 +249,7 @@ def _load(gpu: schema.GpuSample) -> str:
 
 
 def _age(time_s: float | None, shown: ViewState) -> str:
-    """Say how old a logged sample is, of a run that goes on."""
+    """Return the age of a logged sample as text; "" if it is recent, or the run is not live."""
     if time_s is None or not shown.is_live or shown.snapshot.ending is not None:
         return ""
     age_s = shown.now_s - time_s
@@ -259,7 +261,7 @@ def _uuid(view: View) -> str:
 
 
 def _parts(owned: Iterable[schema.MemoryRow]) -> tuple[Part, ...]:
-    """Add up by owner, the largest first."""
+    """Return the sum of bytes of each owner, the largest first."""
     sizes: dict[str, int] = {}
     for row in owned:
         sizes[row.owner] = sizes.get(row.owner, 0) + row.num_bytes
@@ -270,11 +272,12 @@ def _parts(owned: Iterable[schema.MemoryRow]) -> tuple[Part, ...]:
 # ---- history
 
 _Stretch = tuple[tuple[Part, ...], int, int]
-"""Parts, bytes of the allocator's cache, bytes of others."""
+"""(parts, bytes of the allocator's cache, bytes of other programs) in an interval of time."""
 
 
 def device_history(view: View, tier: Tier) -> Area:
-    """Return a GPU's memory over time: owners, peak of moving tensors, others, and the limit."""
+    """Return a GPU's memory over time: owners, peak of activations, other programs, and the
+    limit."""
 
     def stretch_of(live: Live) -> _Stretch:
         peak = live.at_peak("allocated", "reserved")
@@ -285,7 +288,7 @@ def device_history(view: View, tier: Tier) -> Area:
 
 
 def host_history(views: Sequence[View], tier: Tier) -> Area:
-    """Return the host's memory over time; times are those of the first rank's records."""
+    """Return the host's memory over time, at the times of the first rank's records."""
     there = _neighbours(views)
 
     def stretch_of(live: Live) -> _Stretch:
@@ -299,7 +302,8 @@ def host_history(views: Sequence[View], tier: Tier) -> Area:
 
 
 def _area(stretch_of: Callable[[Live], _Stretch], view: View, tier: Tier) -> Area:
-    """Return bands in the order of the bar: its largest owners, the rest of them, cache, others."""
+    """Return bands in the order of the bar: the largest owners, other owners, cache, other
+    programs."""
     names = [part.owner for part in tier.parts]
     columns: list[tuple[int, ...] | None] = []
     for live in view.history.live.stretches(view.time_s, _COLUMNS):
@@ -320,7 +324,8 @@ def _area(stretch_of: Callable[[Live], _Stretch], view: View, tier: Tier) -> Are
 
 
 def within_step(view: View, start_ms: float, end_ms: float) -> Area:
-    """Return memory between two times of the newest sampled step, above the least of it."""
+    """Return memory between two times of the newest sampled step, relative to the step's
+    minimum."""
     curve = view.newest(schema.StepMemory)
     if curve is None or not curve.kib or len(curve.kib) != len(curve.at_ms) or end_ms <= start_ms:
         return Area("memory within the step: no samples")

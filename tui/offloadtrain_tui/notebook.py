@@ -1,7 +1,7 @@
-"""`offloadtrain.watch(run)`: a run in a notebook, one picture that is refreshed in place.
+"""`offloadtrain.watch(run)`: shows a run in a notebook, as an image that is refreshed in place.
 
-The picture is the monitor's own screen, drawn by a process of its own (`pictures`). IPython is
-imported only when it asks for the picture.
+The image is the monitor's screen, drawn by a separate process (`pictures`). IPython is imported
+only when it requests the image.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def watch(
     size: tuple[int, int] = SIZE,
     every_s: float = EVERY_S,
 ) -> Watch:
-    """Watch a run from a notebook: as a cell's last line, a picture that follows the run.
+    """Watch a run from a notebook. As the last line of a cell, it displays an image of the run.
 
     Args:
-        run: a run folder, a folder of runs (the newest), or an event file.
-        screen: one of the monitor's screens.
-        size: columns and lines.
-        every_s: seconds between two pictures.
+        run: a run folder, a folder of runs (selects the newest), or an event file.
+        screen: name of one of the monitor's screens.
+        size: columns and lines of the screen.
+        every_s: seconds between refreshes.
 
     Raises:
-        ValueError: there is no such run or screen.
+        ValueError: the run or the screen does not exist.
     """
     from offloadtrain_tui.keys import PANELS
 
@@ -55,9 +55,9 @@ def watch(
 
 
 class Watch:
-    """A run and its newest picture. `stop` ends the refreshing; the run does not notice.
+    """A watched run. `stop` ends the refreshes, and does not affect the run.
 
-    One process draws all pictures, from the first one until `stop` or the end of this process.
+    A single process draws all images, from the first one until `stop` or the end of this process.
     """
 
     def __init__(self, run: RunPath, screen: str, size: tuple[int, int], every_s: float) -> None:
@@ -69,20 +69,20 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def svg(self) -> str:
-        """Return the screen as it is now; the first takes about a second.
+        """Return the current screen; the first call takes about a second.
 
         Raises:
-            RuntimeError: it cannot be drawn; the message has the drawing process's error.
+            RuntimeError: it cannot be drawn; the message contains the drawing process's error.
         """
         return self._next()[0]
 
     _repr_html_ = svg
 
     def stop(self) -> None:
-        """Leave the last picture as it is, and end the process that draws."""
+        """Stop refreshing, and end the process that draws; the last image remains."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join()  # waits until the last picture is shown
+            self._thread.join()  # waits until the last image is displayed
         with self._lock:
             self._end()
 
@@ -90,7 +90,7 @@ class Watch:
         return f"{self._run.name}: {line(RunReader(self._run).read_to_end(time.time()))}"
 
     def _ipython_display_(self) -> None:
-        """Show the first picture, and replace it until the run ends; called by IPython."""
+        """Display an image, and refresh it until the run ends; called by IPython."""
         from IPython.display import HTML, display
 
         self.stop()
@@ -109,11 +109,11 @@ class Watch:
         self._thread.start()
 
     def _next(self) -> tuple[str, bool]:
-        """Return the next picture, and whether the run has ended."""
+        """Return the next image, and True if the run has ended."""
         with self._lock:
             process = self._process or self._begin()
             assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # it has ended: it says why
+            with suppress(BrokenPipeError):  # the process has ended; its stderr says why
                 process.stdin.write("\n")
                 process.stdin.flush()
             answer = process.stdout.readline()
@@ -136,12 +136,12 @@ class Watch:
         return self._process
 
     def _end(self) -> str:
-        """End the process that draws; return what it has written to stderr."""
+        """End the process that draws; return its stderr."""
         process, self._process = self._process, None
         if process is None or self._problems is None:
             return ""
         with suppress(BrokenPipeError):
-            process.communicate()  # closes its stdin, at which it ends
+            process.communicate()  # closes its stdin, which ends it
         self._problems.seek(0)
         with self._problems:
             return self._problems.read()

@@ -1,10 +1,10 @@
-"""Frames of the monitor without a terminal: one as text and SVG; or, as a process of its own, one
-SVG for each line on stdin, for a notebook.
+"""Draws frames of the monitor without a terminal: one frame as text and SVG, or, run as a process,
+an SVG for each line on stdin, for a notebook.
 
-A notebook's process is not drawn in: Textual takes a process's stdout and stderr while it draws,
-and Rich prints into a notebook that it finds itself in. The process answers with a line of JSON, of
-the SVG and whether the run has ended, and ends with its stdin. Arguments: the run, the screen,
-columns, lines.
+It does not draw in the notebook's process: Textual redirects a process's stdout and stderr while it
+draws, and Rich prints into a notebook if it detects one. The process answers each line with a line
+of JSON, [SVG, True if the run has ended], and ends when its stdin is closed. Arguments: run,
+screen, columns, lines.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SETTLE_S, _MOST_S, _SAY_S = 0.05, 10.0, 2.0
 async def frame(
     app: Monitor, screen: str, width: int, height: int, say: Callable[[str], object] = len
 ) -> tuple[str, str]:
-    """Run the app without a terminal until everything is read and drawn. `say` gets a line every
-    two seconds."""
+    """Run the app without a terminal until everything is read and drawn. `say` gets a progress
+    message every two seconds."""
     say("drawing")
     async with app.run_test(size=(width, height)) as pilot:
         app.action_panel(screen)
@@ -39,8 +39,8 @@ async def frame(
 
 
 async def settled(app: Monitor, pilot: Pilot[None], say: Callable[[str], object] = len) -> None:
-    """Wait until everything present at the start has been read and drawn. Gives up after ten
-    seconds without a byte read."""
+    """Wait until everything present at the start has been read and drawn. Give up after ten seconds
+    in which nothing was read."""
     read_bytes, waited_s, said_s = 0, 0.0, time.monotonic()
     while not app.is_settled and waited_s < _MOST_S:
         await asyncio.sleep(_SETTLE_S)
@@ -63,7 +63,7 @@ def screen_text(app: Monitor) -> str:
 async def draw(
     run: Path, screen: str, size: tuple[int, int], requests: TextIO, out: TextIO
 ) -> None:
-    """Write a picture for each request, until there are no more."""
+    """Write an image for each request, until `requests` ends."""
     app = Monitor(runs.find([run]), runs_dir=run.parent, readonly=True)
     async with app.run_test(size=size) as pilot:
         app.action_panel(screen)
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     size = (int(columns), int(lines))
     try:
         asyncio.run(draw(Path(run), screen, size, sys.stdin, sys.stdout))
-    except BrokenPipeError:  # the notebook is gone
+    except BrokenPipeError:  # the notebook's process has ended
         sys.stdout = None
     return 0
 

@@ -1,4 +1,4 @@
-"""The charts, built from the view state; and their numbers as CSV."""
+"""Builds charts from the view state, and exports their numbers as CSV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offloadtrain_tui.widgets.chart import Curve, Kind, Plot
 from offloadtrain_tui.widgets.drawn import RUN_COLORS
 
 STEADY = 0.2
-"""Least range of the axis, as a share of the value: noise of one percent looks flat."""
+"""Minimum range of an axis, as a fraction of the value, so that noise of 1 % looks flat."""
 
 
 def _percent(value: float) -> str:
@@ -80,7 +80,7 @@ KINDS: dict[str, Kind] = {
 
 
 def plot(name: str, shown: ViewState) -> Plot:
-    """Return a chart over the steps of rank 0."""
+    """Return a chart of the steps of rank 0."""
     kind, view = KINDS[name], shown.newest
     series, word = view.history.series, partial(lane_word, start=view.start)
     curves = [
@@ -107,7 +107,7 @@ def plot(name: str, shown: ViewState) -> Plot:
 
 
 def _of_others(kind: Kind, shown: ViewState) -> list[Curve]:
-    """Return the same series of the other runs, by position; averages where this run has one."""
+    """Return the same series of other runs, aligned by position; averaged if this run's is."""
     field, curves = kind.fields[0][0], []
     span = shown.span if kind.smoothed else 0
     for number, other in enumerate(shown.other_runs):
@@ -122,7 +122,7 @@ def _of_others(kind: Kind, shown: ViewState) -> list[Curve]:
 
 
 def as_csv(name: str, shown: ViewState) -> str:
-    """Return a line per step of all curves of a chart; a value that a run has not is empty."""
+    """Return a line per step with the values of all curves of a chart; missing values are empty."""
     fields = [field for field, *_ in KINDS[name].fields]
     curves = [(field, _by_step(shown.newest, field)) for field in fields]
     for other in shown.other_runs:

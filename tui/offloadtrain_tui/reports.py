@@ -175,18 +175,18 @@ def ctl(
     return _answer(run_path, control.send(run_path.folder, action, message), wait)
 
 
-# ---- what is printed
+# ---- output
 
 
 def _watched(snapshot: Snapshot) -> tuple[object, ...]:
-    """Return what makes a new line of --watch; the time left alone does not."""
+    """Return the values that cause a new line of --watch when they change."""
     view = snapshot.first
     codes = tuple(alert.code for alert in view.active_alerts())
     return snapshot.state, view.step, view.val_loss, codes
 
 
 def facts(snapshot: Snapshot) -> dict[str, Any]:
-    """Return a snapshot as plain data, with units in the names."""
+    """Return a snapshot as JSON-compatible data, with units in the names."""
     view = snapshot.first
     end = view.end
     return {
@@ -211,7 +211,7 @@ def facts(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def line(snapshot: Snapshot) -> str:
-    """Return a snapshot as one line."""
+    """Return a snapshot as one line of text."""
     view = snapshot.first
     if (set_up := snapshot.set_up) is not None:
         is_over = snapshot.state not in runs.ALIVE
@@ -236,7 +236,7 @@ def line(snapshot: Snapshot) -> str:
 
 
 def report(snapshot: Snapshot) -> str:
-    """Return a snapshot as a few lines."""
+    """Return a snapshot as a few lines of text."""
     view = snapshot.first
     lines = [
         clean(snapshot.name),
@@ -245,7 +245,7 @@ def report(snapshot: Snapshot) -> str:
         _death(view) if snapshot.out_of_memory else "",
         *((ending.saved, ending.next) if (ending := snapshot.ending) else ()),
     ]
-    if snapshot.set_up is None:  # else the rest is of its start before
+    if snapshot.set_up is None:  # otherwise these values belong to the previous start
         lines.append("" if view.val_loss is None else f"validation loss {view.val_loss:.4f}")
         both, each = {"memory": ("device", "host")}, {"device": ("device",), "host": ("host",)}
         lines += [_memory_line(view, *item) for item in (both if view.on_cpu else each).items()]
@@ -265,7 +265,7 @@ def _memory_line(view: View, name: str, tiers: tuple[str, ...]) -> str:
 
 
 def _death(view: View) -> str:
-    """Return the likely end of a killed run, and the memory that it last logged."""
+    """Return the likely reason why a run was killed, and the last logged memory."""
     text = "killed, probably out of memory: the kernel has killed a process for it since the start"
     if (last := view.system) is None:
         return text
@@ -277,7 +277,7 @@ def _death(view: View) -> str:
 
 
 def moment_line(moment: Moment) -> str:
-    """Return an event as one line."""
+    """Return an event as one line of text."""
     time_text = local_time(moment.time_s, "%Y-%m-%d %H:%M:%S")
     step = "" if moment.step is None else f"step {moment.step}"
     return f"{time_text}  {step:<12}  {moment.kind:<13}  {moment.text}"
@@ -297,7 +297,7 @@ def _row(row: RunRow, now_s: float) -> str:
 
 
 def _tell_problem(snapshot: Snapshot) -> bool:
-    """Print what is wrong with the logs of a run; return whether it is one."""
+    """Print problems with the logs of a run; return True if it is a run."""
     for why in snapshot.refused:
         print(f"not read: {why}", file=sys.stderr)
     if snapshot.problem and not snapshot.refused:
@@ -318,7 +318,7 @@ def _find(run: Path | None, runs_dir: Path) -> RunPath:
 
 
 def _snapshots(run: RunPath, every_s: float | None) -> Iterator[Snapshot]:
-    """Yield the run as it is now; with `every_s` again and again, until it has ended."""
+    """Yield a snapshot of the run; with `every_s`, repeatedly until the run has ended."""
     reader = RunReader(run)
     while True:
         yield (snapshot := reader.read_to_end(time.time()))
@@ -328,8 +328,8 @@ def _snapshots(run: RunPath, every_s: float | None) -> Iterator[Snapshot]:
 
 
 def _new_lines(snapshot: Snapshot, shown: Counter[int]) -> Iterator[str]:
-    """Yield the moments that are new since the last call, the oldest first; `shown` counts those
-    of each rank."""
+    """Yield events that are new since the last call, the oldest first; `shown` counts the events of
+    each rank that were yielded."""
     fresh: list[Moment] = []
     for view in snapshot.views:
         rank = view.history.rank
@@ -339,7 +339,7 @@ def _new_lines(snapshot: Snapshot, shown: Counter[int]) -> Iterator[str]:
 
 
 def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
-    """Yield every record."""
+    """Yield every record as a line of JSON."""
     tails = [Tail(path) for path in run.logs]
     while True:
         alive = runs.is_alive(run.folder)

@@ -25,10 +25,10 @@ _MOST_BYTES = 1 << 16
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Attributes:
-    theme: a theme's name; "": Textual's.
-    attention: what is done at an alert and at the end of a run.
-    log_axis: charts begin with a logarithmic axis.
-    mean: steps of the moving averages; 0: none.
+    theme: name of a theme; "": Textual's default.
+    attention: signal at an alert and at the end of a run.
+    log_axis: True if charts begin with a logarithmic axis.
+    mean: number of steps in moving averages; 0: none.
     """
 
     theme: str = ""
@@ -41,18 +41,18 @@ DEFAULTS = Settings()
 
 
 def path() -> Path:
-    """Return where the settings are kept."""
+    """Return the path of the settings file."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     root = Path(base) if base.startswith("/") else Path.home() / ".config"
     return root / "offloadtrain" / "monitor.toml"
 
 
 def load(file: Path, themes: Collection[str]) -> Settings:
-    """Read the settings; the defaults where there is no file.
+    """Read the settings; return the defaults if the file does not exist.
 
     Raises:
-        ConfigError: listing what is wrong in the file.
-        OSError: it cannot be read, or belongs to another user.
+        ConfigError: the file has errors; the message lists them.
+        OSError: the file cannot be read, or belongs to another user.
     """
     try:
         text = read_text(file, max_bytes=_MOST_BYTES, follow_link=True, trusted_owner=True)
@@ -70,7 +70,7 @@ def load(file: Path, themes: Collection[str]) -> Settings:
 
 
 def save(file: Path, settings: Settings) -> None:
-    """Write the settings whole.
+    """Replace the settings file.
 
     Raises:
         OSError: the folder or the file cannot be written.

@@ -38,16 +38,16 @@ SIGNS = {
 ColorOf = dict[str, str]
 WIDE_HEADLINE = 100
 _WIDTH_WITHOUT_NAME = 46
-"""Columns of state, step and progress."""
+"""Columns needed for state, step and progress."""
 SHOWN_ALERTS = 2
 TREND_STEPS = 20
 
 
 def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
-    """Return name, state, progress and end, in so many columns."""
+    """Return name, state, progress and expected end, for `width` columns."""
     view, state, problem = shown.view, shown.state, shown.snapshot.problem
     name, room = clean(shown.snapshot.name), max(width - _WIDTH_WITHOUT_NAME, 12)
-    if not state:  # without a run: where one was searched
+    if not state:  # no run: the name says which folder was searched
         return Text(f" {name}", "bold", overflow="ellipsis")
     total, progress = view.total_steps, f"  step {view.step}" if view.step else ""
     if total and view.step > total:
@@ -80,7 +80,7 @@ def _bar(share: float, cells: int = 20) -> str:
 
 
 def _end(shown: ViewState, state: str) -> str:
-    """Return when a living run ends, or when one has ended and how long it ran."""
+    """Return when a running run will end, or when a run has ended and how long it took."""
     view = shown.view
     if shown.is_newest and (ending := shown.snapshot.ending):
         return f"  {ending.words(shown.now_s)}"
@@ -89,16 +89,16 @@ def _end(shown: ViewState, state: str) -> str:
     if (left := time_left_s(view)) is None:
         return ""
     if not left:
-        return "  ending"  # evaluation, checkpoint, the end of the loggers
+        return "  ending"  # evaluation, checkpoint, end of the loggers
     at_s = (view.step_time_s or shown.now_s) + left
     ends = units.format_clock(max(at_s, shown.now_s), shown.now_s)
     return f"  ends {ends} ({units.format_duration(max(at_s - shown.now_s, 0.0))} left)"
 
 
 def numbers(shown: ViewState, width: int = 120) -> Text:
-    """Return the figures of the newest step, the most asked for first; those without room are left
-    out."""
-    view, is_narrow = shown.view, width < WIDE_HEADLINE  # what bounds the step must fit
+    """Return the figures of the newest step, the most important first; figures that do not fit are
+    left out."""
+    view, is_narrow = shown.view, width < WIDE_HEADLINE  # the bound must fit a narrow line
     parts: list[str | tuple[str, str]] = [(f" {before_first_step(shown)}", "bold")]
     if not (view.is_before_first_step or (shown.is_live and shown.snapshot.set_up)):
         planned, bound, mfu = against_plan(view), bound_by(view), view.last("mfu")
@@ -132,7 +132,7 @@ def numbers(shown: ViewState, width: int = 120) -> Text:
 
 
 def before_first_step(shown: ViewState) -> str:
-    """Return the activity of a run that has no step yet."""
+    """Return the current activity of a run without steps."""
     view, state = shown.view, shown.state
     start = view.start
     if not state:
@@ -156,12 +156,12 @@ def before_first_step(shown: ViewState) -> str:
 
 
 Parts = list[str | tuple[str, str]]
-"""Texts and their styles, of a line."""
+"""Texts of a line, optionally with styles."""
 
 
 def when(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
-    """Return the screen's position in time (live, at a step, in a replay), how a run has ended, the
-    overlaid runs, and active alerts, the newest first: a line each."""
+    """Return, one line each, the screen's position in time (live, at a step, in a replay), how a
+    run has ended, the overlaid runs, and active alerts, the newest first."""
     ending = shown.snapshot.ending if shown.is_newest else None
     saved: Parts = []
     if ending is not None and ending.saved:
@@ -178,7 +178,7 @@ def when(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
 
 
 def _position(shown: ViewState, colors: ColorOf, width: int) -> Parts:
-    """Return the position in time, or why a run that is not over, or has failed, does not go on."""
+    """Return the position in time, or the reason why the run is slow or has failed."""
     view, state = shown.view, shown.snapshot.state
     if shown.at_s is not None:
         history = shown.newest.history
@@ -211,7 +211,8 @@ def _alerts(shown: ViewState, colors: ColorOf, ending: runs.Ending | None) -> Pa
 
 
 def trend(view: View) -> str:
-    """Return an arrow: the mean of the last losses against as many before; level within noise."""
+    """Return an arrow that compares the mean of the last losses with earlier ones; → within
+    noise."""
     values = view.newest_values("loss", 2 * TREND_STEPS)
     before, after = values[:TREND_STEPS], values[TREND_STEPS:]
     if len(after) < TREND_STEPS or not all(map(math.isfinite, values)):

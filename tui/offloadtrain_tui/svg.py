@@ -1,4 +1,4 @@
-"""Pictures of a screen: SVG that every renderer draws alike, and PNG."""
+"""Screenshots: SVG that all renderers draw alike, and PNG."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TEXT = re.compile(
     r'<text class="(\S+)" x="([\d.]+)" (y="\S+") textLength="\S+" (clip-path="\S+")>([^<]*)</text>'
 )
 _WORD = re.compile("( *)([\u2800-\u28ff]|[^\\s\u2800-\u28ff]+)")
-"""Braille one by one: it is of another font, in which characters have another width."""
+"""Each braille character is a word, because the fallback font for braille has another width."""
 _COLUMN = 12.2
 """Width of a character in Rich's SVG, in pixels."""
 CONVERTER = "rsvg-convert"
 
 
 def portable(svg: str) -> str:
-    """Return Rich's SVG without fonts from the web, and with every word in its column.
+    """Return Rich's SVG without web fonts, and with the position of every word.
 
-    librsvg drops spaces at the ends of a text and does not stretch one to its `textLength`.
+    librsvg drops spaces at the ends of a text, and does not stretch a text to its `textLength`.
     """
     fonts = "font-family: 'Fira Code', 'DejaVu Sans Mono', Menlo, Consolas, monospace"
     svg = (
@@ -43,7 +43,7 @@ def _words(match: re.Match[str]) -> str:
     for word in _WORD.finditer(text):
         column = cell_len(unescape(text[: word.start(2)]))
         at, length = float(x) + column * _COLUMN, cell_len(unescape(word[2])) * _COLUMN
-        # A space is for who copies the text; it takes no column.
+        # The space has no effect on the picture, but is copied with the text.
         words.append(f'{word[1][:1]}<tspan x="{at:g}" textLength="{length:g}">{word[2]}</tspan>')
     return f'<text class="{css}" {y} {clip}>{"".join(words)} </text>' if words else ""
 

@@ -11,13 +11,13 @@ from offloadtrain.events import schema
 
 
 def clean(text: str, limit: int = 2000) -> str:
-    """Return untrusted text as one short line without anything unprintable."""
+    """Return untrusted text as one short, printable line."""
     return one_line(text[:limit]) + ("…" if len(text) > limit else "")
 
 
 def local_time(time_s: float, form: str) -> str:
-    """Format a Unix time by `strftime`; "?" for one that no calendar has: a log may contain
-    anything."""
+    """Format a Unix time with `strftime`; "?" for invalid times, which an untrusted log may
+    contain."""
     try:
         return datetime.fromtimestamp(time_s).strftime(form)
     except (OverflowError, OSError, ValueError):
@@ -25,7 +25,7 @@ def local_time(time_s: float, form: str) -> str:
 
 
 def short(value: float | None) -> str:
-    """Format about four digits: 2.314, 0.0003 → "3e-4", 65536 → "65.5k"; "-" if there is none."""
+    """Format with about four digits: 2.314, 0.0003 → "3e-4", 65536 → "65.5k"; None → "-"."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -38,7 +38,7 @@ def short(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """12.3 → "12.3 ms", 2310 → "2.31 s"; "-" if there is none."""
+    """Format a time: 12.3 → "12.3 ms", 2310 → "2.31 s"; "-" for None and non-finite values."""
     if value is None or not math.isfinite(value):
         return "-"
     return units.format_seconds(value / 1e3)
@@ -89,14 +89,14 @@ def is_on_cpu(start: schema.RunStarted | None) -> bool:
 
 
 def lane_word(lane: str, start: schema.RunStarted | None) -> str:
-    """Return the word for a lane; the run's start knows its device and its update rule."""
+    """Return the displayed name of a lane, which depends on the run's device and update rule."""
     rule = start.plan.get("update_rule") if start else None
     if lane == "host" and isinstance(rule, str) and not rule.startswith("Adam"):
         return f"CPU {rule}"
-    # Before the log begins the device is not known.
+    # The device is unknown before the log begins.
     return (_LANES if start and not is_on_cpu(start) else _LANES | _LANES_ON_CPU).get(lane, lane)
 
 
 def percent(share: float) -> str:
-    """0.973 → "97%", 0.004 → "0.4%"."""
+    """Format a fraction: 0.973 → "97%", 0.004 → "0.4%"."""
     return f"{100 * share:.1f}%" if 0 < share < 0.1 else f"{100 * share:.0f}%"

@@ -1,6 +1,6 @@
-"""Samples of this machine by the monitor itself: host memory, and GPUs through NVML; no torch.
+"""The monitor's own samples of this machine: host memory, and GPUs through NVML, without torch.
 
-They run on their own thread, since drivers answer late, or never: nobody waits for its end.
+They are taken on a separate thread, which is never joined, because a driver may hang.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLE_S = 1.0
 
 
 def keep_sampling(on_sample: Callable[[System], object], ended: threading.Event) -> None:
-    """Call `on_sample` every second, on a thread of its own, until `ended` is set."""
+    """Call `on_sample` every second until `ended` is set; runs on its own thread."""
     nvml = Nvml()
     while not ended.is_set():
         on_sample(sample(nvml))
@@ -27,12 +27,12 @@ def keep_sampling(on_sample: Callable[[System], object], ended: threading.Event)
 
 
 def sample(nvml: Nvml) -> System:
-    """Sample the machine, without figures of a process."""
+    """Sample the machine; figures of the process are 0."""
     memory, limits = psutil.virtual_memory(), cgroup.memory_limits()
     return System(
         cpu_percent=psutil.cpu_percent(),
         rss_bytes=0,
-        # In a container the machine's memory is more than programs get.
+        # A container has less memory than the machine.
         host_available_bytes=max(min([memory.available, *(x.free_bytes for x in limits)]), 0),
         host_total_bytes=min([memory.total, *(limit.num_bytes for limit in limits)]),
         swap_used_bytes=psutil.swap_memory().used,
@@ -45,7 +45,7 @@ def sample(nvml: Nvml) -> System:
 
 
 def _with_owner(process: GpuProcess) -> GpuProcess:
-    """Add user and command; they stay empty for a process of another container."""
+    """Add user and command, which stay empty for a process of another container."""
     try:
         details = psutil.Process(process.pid)
         return replace(process, user=details.username(), command=" ".join(details.cmdline()))

@@ -1,4 +1,4 @@
-"""The bound of a step, its speed against the plan, and the end of the run."""
+"""What bounds a step, its speed relative to the plan, and the time left."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from offloadtrain_tui.text import lane_word, percent, short
 RECENT_STEPS = 20
 _CALM, _LEVEL, _BUSY = 0.05, 10.0, 0.25
 _UNMEASURED = "(rates of "
-"""In the name of a machine that takes the rates of a shipped one."""
+"""Part of a machine's name if its rates were copied from a shipped machine."""
 _LEAST_SHARE = 0.3
-"""A cause with a smaller share of the step does not bound it."""
+"""A cause with a smaller fraction of the step is not reported as its bound."""
 
 
 def newest_loss(view: View) -> str:
-    """Return the loss of the newest step, also if it is not finite."""
+    """Return the loss of the newest step, even if it is not finite."""
     values = view.history.series["loss"].values
     return short(values[view.length - 1]) if view.length else short(None)
 
 
 def bound_by(view: View) -> str:
-    """Return, for example, "bound by COMPUTE 97%, waits 0.4% (CPU Adam)"; "" if it is unknown."""
+    """Return, for example, "bound by COMPUTE 97%, waits 0.4% (CPU Adam)"; "" if unknown."""
     parts = shares(view)
     if not parts:
         return ""
@@ -45,7 +45,7 @@ def bound_by(view: View) -> str:
 
 
 def shares(view: View) -> dict[str, float]:
-    """Return the shares of the recent steps' time: compute, data, each lane waited for."""
+    """Return the fractions of recent step time: compute, data, and waits for each lane."""
     step_ms = _recent(view, view.history.series["step_ms"].values)
     compute_ms = _recent(view, view.history.busy["compute"].values)
     if not step_ms or not compute_ms:
@@ -57,8 +57,8 @@ def shares(view: View) -> dict[str, float]:
 
 
 def waited_for(view: View) -> dict[str, float]:
-    """Return lane → its part of compute's waits, in the newest sampled step; without one, all of it
-    is the busiest lane's."""
+    """Return lane → fraction of compute's waits, from the newest sampled step. Without a sample,
+    all waits are attributed to the busiest lane."""
     waits = view.spans.exposed_by_lane
     if total := sum(waits.values()):
         return {lane: spent / total for lane, spent in waits.items()}
@@ -67,7 +67,7 @@ def waited_for(view: View) -> dict[str, float]:
 
 
 def is_calm(view: View) -> bool:
-    """Return whether compute hardly waits, and the gradient norm stays within ten times its
+    """Return True if compute hardly waits and the gradient norm stays below ten times its
     median."""
     norms = view.newest_values("grad_norm", RECENT_STEPS)
     known = sorted(norm for norm in norms if norm == norm)
@@ -77,14 +77,15 @@ def is_calm(view: View) -> bool:
 
 
 def right_guesses(view: View) -> float | None:
-    """Return the share of recent speculative updates that were right; None without any."""
+    """Return the fraction of recent speculative updates that were correct; None without any."""
     known = [x for x in view.newest_values("speculation_hit", RECENT_STEPS) if x == x]
     return statistics.fmean(known) if known else None
 
 
 def against_plan(view: View) -> str:
-    """Return the speed as a share of the planned one, and who else uses the CPU where it is much
-    slower; "" without a plan. On a CPU whose rates `doctor` has not measured there is no share."""
+    """Return the speed as a percentage of the planned speed; if it is much slower, also the CPU use
+    of other programs; "" without a plan. On a CPU that `doctor` has not measured, omit the
+    percentage."""
     planned: Any = view.plan.get("step")
     seconds = planned.get("seconds") if isinstance(planned, dict) else None
     step_ms = view.median_step_ms(RECENT_STEPS)
@@ -100,7 +101,7 @@ def against_plan(view: View) -> str:
 
 
 def _other_programs(view: View) -> str:
-    """Return, for example, "other programs use 93% of the CPU"; "" if it is less than a quarter."""
+    """Return, for example, "other programs use 93% of the CPU"; "" below a quarter."""
     sample = view.system
     if sample is None or not sample.host_cpus or view.start is None:
         return ""
@@ -110,7 +111,7 @@ def _other_programs(view: View) -> str:
 
 
 def time_left_s(view: View) -> float | None:
-    """Return the seconds to the run's end, evaluations and checkpoints included."""
+    """Return the seconds until the run ends, including evaluations and checkpoints."""
     total, step_ms = view.total_steps, view.median_step_ms()
     if total is None or step_ms is None:
         return None
@@ -130,8 +131,8 @@ def time_left_s(view: View) -> float | None:
 
 
 def _checkpoint_stall_s(view: View, every: int) -> float:
-    """Return the time between the newest checkpoint's step and the next, less
-    the duration of the next step itself."""
+    """Return the time from the newest checkpoint's step to the next step, without the duration of
+    that step itself."""
     steps, series = view.history.steps, view.history.series["step_ms"]
     if not every:
         return 0.0
@@ -143,6 +144,6 @@ def _checkpoint_stall_s(view: View, every: int) -> float:
 
 
 def _recent(view: View, values: array[float]) -> float:
-    """Return the sum of the recent steps' values; missing ones count nothing."""
+    """Return the sum of the recent steps' values; missing values count as 0."""
     chunk = values[max(view.length - RECENT_STEPS, 0) : view.length]
     return sum(value for value in chunk if value == value)

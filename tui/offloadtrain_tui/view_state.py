@@ -1,4 +1,4 @@
-"""The state of the screen: a run, a moment, and chart settings."""
+"""The state of the screen: a run, a moment, and settings of charts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ZOOMS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """Everything that determines the screen: equal states give equal screens.
+    """Everything that determines the screen: equal states are drawn equally.
 
     Attributes:
         snapshot: newest snapshot of the displayed run.
         other_runs: runs whose curves are overlaid.
-        now_s: the clock.
+        now_s: current Unix time of the monitor's clock.
         cursor: selected position in the steps of rank 0; None: the newest.
-        at_s: in a replay, its current time.
-        speed: of a replay, relative to the run.
+        at_s: current time of a replay; None if live.
+        speed: speed of a replay, relative to the run.
         zoom: index into ZOOMS.
-        log: charts of positive numbers have a logarithmic axis.
-        span: moving averages over so many steps are drawn over the raw curves; 0: none.
+        log: True if charts of positive numbers have a logarithmic axis.
+        span: number of steps of the moving averages that are drawn over raw curves; 0: none.
         machine: the monitor's last sample of this machine.
     """
 
@@ -49,7 +49,7 @@ class ViewState:
 
     @property
     def newest(self) -> View:
-        """Rank 0 with everything so far."""
+        """Rank 0 with all steps so far; the cursor is ignored."""
         first = self.snapshot.first
         return first if self.at_s is None else View.at(first.history, self.at_s)
 
@@ -69,13 +69,13 @@ class ViewState:
 
     @property
     def is_newest(self) -> bool:
-        """True if everything in the log has happened at the selected moment."""
+        """True if the selected moment is not before the end of the log."""
         moment = self.moment_s
         return moment is None or moment >= self.snapshot.first.history.last_time_s
 
     @property
     def state(self) -> str:
-        """One of `runs.STATES`, at the selected moment."""
+        """State of the run at the selected moment, one of `runs.STATES`."""
         moment = self.moment_s
         if moment is None or self.is_newest:
             return self.snapshot.state
@@ -83,7 +83,7 @@ class ViewState:
 
     @property
     def window(self) -> Window:
-        """The displayed positions: the end of the run, or around the cursor."""
+        """The displayed positions: the newest, or those around the cursor."""
         length = self.newest.length
         size = max(length // ZOOMS[self.zoom], min(length, 16))
         hi = length
@@ -92,22 +92,22 @@ class ViewState:
         return Window(max(hi - size, 0), hi)
 
     def of(self, view: View) -> View:
-        """Return a rank at the selected moment."""
+        """Return a rank's view at the selected moment."""
         moment = self.moment_s
         return view if moment is None else View.at(view.history, moment)
 
     @property
     def moment_s(self) -> float | None:
-        """The selected time; None: the newest."""
+        """The selected Unix time; None: the newest."""
         if self.cursor is None or not self.newest.length:
             return self.at_s
         position = min(self.cursor, self.newest.length - 1)
         return self.newest.history.steps.times[position]
 
-    # ---- moving
+    # ---- moves of the cursor
 
     def moved(self, by: int) -> ViewState:
-        """Move the cursor by `by` steps; beyond the newest it is live again."""
+        """Move the cursor by `by` steps; beyond the newest step it becomes live."""
         length = self.newest.length
         if not length:
             return self
@@ -115,7 +115,7 @@ class ViewState:
         return replace(self, cursor=None if position >= length - 1 else max(position, 0))
 
     def jumped(self, direction: int) -> ViewState:
-        """Move the cursor to the next or the previous mark."""
+        """Move the cursor to the next mark (`direction` > 0) or the previous one."""
         positions = sorted({position for position, _, _ in marks(self.newest)})
         here = self.newest.length - 1 if self.cursor is None else self.cursor
         if direction < 0:
@@ -125,7 +125,7 @@ class ViewState:
         return replace(self, cursor=positions[index] if index < len(positions) else None)
 
     def to_time(self, time_s: float) -> ViewState:
-        """Move the cursor to the newest step at a time."""
+        """Move the cursor to the newest step at a Unix time."""
         count = self.newest.history.steps.count(time_s)
         return replace(self, cursor=max(min(count, self.newest.length) - 1, 0))
 
@@ -134,9 +134,9 @@ class ViewState:
 
 
 def marks(view: View, window: Window | None = None) -> list[tuple[int, str, str]]:
-    """Return (position, sign, color) of events until the moment of the view.
+    """Return (position, sign, color) of events until the view's moment.
 
-    If a window has too many marks, they are thinned out evenly, or omitted for good events.
+    If a window has too many marks, they are thinned out evenly, or omitted for checkpoints.
     """
     window = window or Window(0, view.length)
     history, times = view.history, view.history.steps.times

@@ -1,9 +1,10 @@
-"""`offloadtrain tui --web`: the monitor in a browser, by textual-serve (extra `web`).
+"""`offloadtrain tui --web`: serves the monitor to browsers with textual-serve (extra `web`).
 
-Each browser tab gets a process of its own, `offloadtrain tui` with the same options. There is no
-password: whoever reaches the address sees the runs. A page of another origin, open in the same
-browser, could reach a loopback address too. Requests of a page with another scheme, host or port,
-and requests that name another host (DNS rebinding), are refused, and no page may frame this one.
+Each browser tab has its own process, `offloadtrain tui` with the same options. There is no
+password: anyone who can reach the address sees the runs. A page of another origin in the same
+browser could also reach a loopback address. Requests from pages with another scheme, host or port
+are refused, as are requests for another host name (DNS rebinding), and no page may embed the
+monitor in a frame.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _TABS_END_S = 5.0
-"""Most that the end of the server waits for its tabs, which end by themselves without it."""
+"""Longest time in seconds that a shutdown waits for tabs, which end by themselves without it."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
@@ -62,15 +63,15 @@ def serve(
 def command(
     runs: Sequence[str], options: Mapping[str, object], flags: Mapping[str, bool]
 ) -> list[str]:
-    """Return the command line of one tab."""
+    """Return the command line of a tab's process."""
     arguments = [word for key, value in options.items() if value for word in (key, str(value))]
     raised = [key for key, is_set in flags.items() if is_set]
     return [sys.executable, "-m", "offloadtrain", "tui", *runs, *arguments, *raised]
 
 
 def end_without_server() -> None:
-    """End this tab's process if its server, which has the other end of its stdin, is gone:
-    textual would go on drawing for no reader."""
+    """End this tab's process if its server, at the other end of stdin, has ended. Otherwise textual
+    would continue to draw without a reader."""
     stdin = select.poll()
     stdin.register(sys.__stdin__ or 0, 0)  # without events: POLLHUP is always reported
     if stdin.poll(0):
@@ -78,12 +79,12 @@ def end_without_server() -> None:
 
 
 def is_from_here(host: str, origin: str | None, served: str) -> bool:
-    """Return whether a request comes from a page of this server.
+    """Return True if a request comes from a page of this server.
 
     Args:
-        host: the request's Host header.
-        origin: its Origin header, if it has one.
-        served: the address that the server listens on.
+        host: Host header of the request.
+        origin: Origin header; None if the request has none.
+        served: address on which the server listens.
     """
     name = _name_of(f"//{host}")
     known = {*LOOPBACK, served, socket.gethostname(), socket.getfqdn()}
@@ -100,7 +101,7 @@ def _name_of(address: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """An address, unlike a name, cannot be made to point elsewhere by whoever owns it."""
+    """Return True for an IP address: unlike a name, nobody can make it point to another host."""
     try:
         ip_address(name)
     except ValueError:
@@ -124,10 +125,10 @@ def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
     from textual_serve.server import Server
 
     named = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
-    authority = named.lower() if port == 80 else f"{named}:{port}".lower()  # as browsers send it
+    authority = named.lower() if port == 80 else f"{named}:{port}".lower()  # as in Host headers
     url = f"http://{authority}"
-    # Loads nothing from other hosts, and is shown in no frame: textual-serve's page names a font of
-    # Google's, for which a machine without the internet would wait.
+    # Allow no other hosts and no frames. textual-serve's page refers to a font of Google's, for
+    # which a machine without internet access would wait.
     policy = (
         f"default-src 'self' {url} ws://{authority} data: 'unsafe-inline'; frame-ancestors 'none'"
     )
@@ -140,7 +141,7 @@ def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
         if not is_from_here(request.host, request.headers.get("Origin"), host):
             raise web.HTTPForbidden(text="this request comes from another site")
         if request.path == "/" and request.host != authority:
-            raise web.HTTPFound(url + request.path_qs)  # its socket accepts pages of this origin
+            raise web.HTTPFound(url + request.path_qs)  # its socket accepts only this origin
         if request.path in ("/", "/ws") and len(tabs) >= most_tabs:
             text = (
                 f"{most_tabs} tabs are open: close one, or start the monitor with a larger --tabs"
@@ -167,9 +168,9 @@ def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
             print(f"the monitor is at {self.public_url}; Ctrl-C ends it", flush=True)
 
         async def on_shutdown(self, app: web.Application) -> None:
-            """End the tabs: aiohttp would wait a minute for a browser to leave."""
+            """End the tabs; otherwise aiohttp would wait a minute for browsers to leave."""
             for tab in tabs:
-                tab.cancel()  # its handler tells the tab's process to quit, and closes the socket
+                tab.cancel()  # its handler ends the tab's process and closes the socket
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TABS_END_S):
                     while tabs:

@@ -1,5 +1,5 @@
-"""What `offloadtrain bench` measures of a user's machine: CPU Adam, and a drive.
+"""Benchmarks of `offloadtrain bench` on a user's machine: CPU Adam, a step, ranks, and a drive.
 
-Each compares in one process, in turns, and says which machine it ran on. Start at `adam.py`, whose
-turns are in `rounds.py`.
+Each alternates its cases in one process, and records the machine. Start at `adam.py`; the rounds
+are in `rounds.py`.
 """

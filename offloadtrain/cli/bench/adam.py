@@ -1,9 +1,9 @@
-"""CPU Adam, and the other rules, against the traffic limit, torch and DeepSpeed, interleaved in one
+"""CPU Adam and the other rules against the traffic limit, torch and DeepSpeed, alternating in one
 process.
 
-A whole path of torch or DeepSpeed starts from 16-bit gradients and ends with 16-bit weights, with
-clipping: cast, multiply, step, cast. DeepSpeed's ZeRO-2 casts the gradients on the GPU
-(`stage_1_and_2.py`): its path on the host starts from fp32.
+A "whole path" of torch or DeepSpeed starts from 16-bit gradients and ends with 16-bit weights, with
+clipping: cast, multiply, step, cast. DeepSpeed's ZeRO-2 casts gradients on the GPU
+(`stage_1_and_2.py`): its host path starts from fp32.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"
 DEEPSPEED_STEP, DEEPSPEED_PATH = "DeepSpeed, step alone", "DeepSpeed, whole path"
 DEEPSPEED_ZERO2 = "DeepSpeed, ZeRO-2's path"
 BYTES_PER_PARAM = {TORCH_STEP: 28, DEEPSPEED_STEP: 28, DEEPSPEED_ZERO2: 42}
-"""Memory traffic per parameter; a whole path has FULL_PATH_BYTES."""
+"""Memory traffic in bytes per parameter; a whole path has FULL_PATH_BYTES."""
 
 FULL_PATH_BYTES = 48
 
@@ -58,7 +58,7 @@ PEERS = {
     "x_deepspeed_step": DEEPSPEED_STEP,
     "x_torch_path": TORCH_PATH,
 }
-"""Column → the case over whose time it has the speedup."""
+"""Column → case; the column shows the speedup over that case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class Label:
 
 
 def rows_of(seconds: Mapping[Label, list[float]], n: int, threads: int) -> list[Row]:
-    """Compare every case with the limit and the peers of the same run.
+    """Compare every case with the traffic limit and the peers of the same run.
 
     Returns:
-        for each case: the fields of its label, `n`, `threads`, `ns_per_param`, `gb_per_s`,
-        `x_limit` (its time relative to moving the 28 bytes of fp32 Adam), and `PEERS`.
+        One row per case: fields of its label, `n`, `threads`, `ns_per_param`, `gb_per_s`,
+        `x_limit` (time relative to moving the 28 bytes of fp32 Adam), and `PEERS`.
     """
     by_case = {label.case: times for label, times in seconds.items()}
 
@@ -138,7 +138,7 @@ RULES: dict[str, Scalars] = {
         lr=1e-4, lr_decay=0.0, eps=1e-10, weight_decay=0.1, step=10, grad_scale=0.5
     ),
 }
-"""The other rules that have kernels; decay and Nesterov's form are the costliest."""
+"""Other rules with kernels; weight decay and Nesterov's form are the costliest."""
 _TYPES: dict[str, type[State]] = {
     "fp32": Fp32State,
     "split16": kernels.Split16State,
@@ -149,11 +149,11 @@ DISPATCH_CALLS = 5000
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One bucket of one parameter, with the buffers of every case.
+    """One bucket with one parameter, and the buffers of all cases.
 
     Attributes:
         grad, working: (n,) bf16.
-        wide: (n,) fp32: gradients for cases that need fp32, and the sum of microbatches.
+        wide: (n,) fp32: gradients for cases that need fp32, and sums of microbatches.
         out: the second copy of each state, which mode `speculative` writes.
     """
 
@@ -212,8 +212,9 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
 
 
 def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
-    """Return cases: Adam in every format in every backend; then those of the preferred backend:
-    every other rule, in the formats that keep its moments, over Adam's memory; then the parts."""
+    """Return the cases of Adam in every format and backend, then those of the preferred backend:
+    every other rule in the formats that support its moments, over Adam's memory, and partial
+    kernels."""
     b, cases, preferred = buffers, dict[Label, Case](), backends[0]
     adam = [(backend, "", SCALARS) for backend in backends]
     other_rules = [(preferred, f", {rule}", scalars) for rule, scalars in RULES.items()]
@@ -239,13 +240,13 @@ def _named(backend: Backend) -> str:
 
 
 def _traffic(format: str, scalars: Scalars) -> float:
-    """Return the bytes per parameter that a step reads and writes, with 16-bit gradients."""
+    """Return the bytes per parameter that a step with 16-bit gradients reads and writes."""
     return float(FORMATS[format].traffic_per_param(scalars.moments, 2, 2))
 
 
 def _of_rule(state: State, scalars: Scalars) -> State:
-    """Adam's state, without the moments that another rule does not have."""
-    # A sum of squares is positive: Adam's second moment, in the formats that keep it alike.
+    """Return Adam's state without the moments that another rule lacks."""
+    # A sum of squares is positive, like Adam's second moment, in formats that store it alike.
     moments = ADAM_MOMENTS[::-1] if scalars.moments == ("sum",) else ADAM_MOMENTS
     by_name = dict(zip(state.names(), state, strict=True))
     fields = state.format.fields(moments[: len(scalars.moments)])
@@ -298,7 +299,7 @@ def peer_cases(b: Buffers) -> dict[Label, Case]:
 
 
 def _torch_cases(b: Buffers) -> dict[str, Case]:
-    """torch.optim.AdamW(fused=True), called as the optimizer calls it, with gradients in `wide`."""
+    """torch.optim.AdamW(fused=True), called as the optimizer calls it; gradients are in `wide`."""
     state, step = b.fp32, torch.tensor(float(SCALARS.step))
 
     def fused() -> None:
@@ -322,7 +323,7 @@ def _torch_cases(b: Buffers) -> dict[str, Case]:
 
 
 def _deepspeed_cases(b: Buffers) -> dict[str, Case]:
-    """DeepSpeedCPUAdam; empty, with one line on stderr, if it cannot be loaded or built."""
+    """DeepSpeedCPUAdam; empty, with a line on stderr, if it cannot be loaded or built."""
     try:
         adam = _quietly(partial(_deepspeed_adam, b))
     except Exception as error:  # its compiler run may raise anything
@@ -335,7 +336,7 @@ def _deepspeed_cases(b: Buffers) -> dict[str, Case]:
 
 
 def deepspeed_version() -> str | None:
-    """Return the loaded version, None if none was."""
+    """Return the version of the loaded DeepSpeed; None if it was not loaded."""
     return getattr(sys.modules.get("deepspeed"), "__version__", None)
 
 
@@ -376,7 +377,8 @@ def _deepspeed_adam(b: Buffers) -> Any:
 
 
 def _quietly(make: Callable[[], Any]) -> Any:
-    """Redirect stdout, which is for data: its import and its compiler print there."""
+    """Send DeepSpeed's output to stderr: its import and compiler print to stdout, which is for
+    data."""
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     try:
@@ -389,7 +391,7 @@ def _quietly(make: Callable[[], Any]) -> Any:
 
 
 def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
-    """Return the native traffic loop; nothing without the extension."""
+    """Return the native traffic loop; empty without the native extension."""
     if backends[0].name != "native":
         return {}
     run = partial(kernels.traffic, b.fp32, b.grad, b.working)
@@ -397,7 +399,7 @@ def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
 
 
 def backends_measured() -> list[Backend]:
-    """Return the backends without baseline if there is a better one."""
+    """Return the available backends, without baseline if there is a better one."""
     backends = kernels.available()
     native = [backend for backend in backends if backend.name == "native"]
     return [b for b in backends if b.isa != "baseline" or len(native) == 1]
@@ -410,7 +412,7 @@ def run(
     states: Sequence[str],
     on_round: Callable[[int, int], None],
 ) -> list[Row]:
-    """Measure; `on_round(threads, round)` reports the progress."""
+    """Run all cases; `on_round(threads, round)` reports progress."""
     buffers = allocate(numel, states)
     peers = peer_cases(buffers)
     rows: list[Row] = []
@@ -419,7 +421,7 @@ def run(
         ours = our_cases(buffers, backends)
         selected = {label: case for label, case in ours.items() if label.state in {"-", *states}}
         cases = limit_case(buffers, backends) | selected | peers
-        # Of one thread the processor's time, which other work on the machine lengthens less.
+        # With one thread, processor time: other work on the machine affects it less.
         clock = time.process_time if count == 1 else time.perf_counter
         with torch_threads(count):
             seconds = measure(cases, rounds, partial(on_round, count), clock)
@@ -428,7 +430,7 @@ def run(
 
 
 def dispatch_us() -> float:
-    """Time a call on a bucket of 16 elements: mainly checks and dispatch."""
+    """Return the microseconds of a call on a bucket of 16 elements: mainly checks and dispatch."""
     small = allocate(16, ["fp32"])
     step = partial(kernels.update, small.fp32, small.grad, SCALARS, working=small.working)
     with kernels.use(backends_measured()[0]):

@@ -1,8 +1,8 @@
-"""Compare the update of state on the disk with the drive's rate of concurrent reads and writes.
+"""Compares the update of state on the disk with the drive's rate of concurrent reads and writes.
 
 The bound of an update is the time of concurrent sequential O_DIRECT reads and writes of the same
-bytes, with nothing else running (`drive_cases`). The engine reads, updates and writes as many bytes
-in the `step()` of a model whose gradients are ready. The cases alternate, each once per round.
+bytes, with nothing else running (`drive_cases`). The engine reads, updates and writes the same
+number of bytes in `step()` of a model whose gradients are ready. Cases alternate, once per round.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from offloadtrain.step.layout.tiers import Tier
 BUCKETS = 16
 READ, WRITE, BOTH = "read", "write", "read and write at once"
 GOAL = 0.85
-"""Share of the bound that the engine's update is to reach."""
+"""Share of the bound that the engine's update should reach."""
 
 BYTES_PER_PARAM = 12
 _ENGINE = "the engine's update"
 
 
 def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) -> list[Row]:
-    """Measure with about so many bytes of state in files in `folder`.
+    """Measure with about `num_bytes` of state in files in `folder`.
 
     Returns:
-        for each case: `num_bytes` read and written, its median `seconds` and their rate in
-        `gb_per_s`; `x_bound`: the median over the rounds of bound over time, None of a case that is
-        no update.
+        One row per case: `num_bytes` read and written, its median `seconds` and their rate in
+        `gb_per_s`; `x_bound`: median over the rounds of bound over time; None for a case that is
+        not an update.
 
     Raises:
-        DiskError: there is no room for three times as much, or the disk fails.
+        DiskError: there is no space for three times as much, or the disk fails.
     """
     width = max(isqrt(num_bytes // BYTES_PER_PARAM // BUCKETS) // 64, 1) * 64
     one_way = BUCKETS * width * width * BYTES_PER_PARAM
@@ -73,7 +73,7 @@ def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) ->
 
 @contextmanager
 def _engine(folder: str, width: int) -> Iterator[_Update]:
-    """Run the part of `step()` after all gradients are on the host."""
+    """Yield the part of `step()` that runs after all gradients are on the host."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(BUCKETS)))
     lanes = ThreadLanes()
     with on_lanes(lanes):
@@ -94,14 +94,14 @@ def _engine(folder: str, width: int) -> Iterator[_Update]:
 
 
 class _Update:
-    """A step's update. `prepare` makes the gradients for the next call."""
+    """The update of a step. `prepare` makes the gradients for the next call."""
 
     def __init__(self, optimizer: OffloadOptimizer, model: nn.Module, width: int) -> None:
         self._optimizer, self._model, self._width = optimizer, model, width
 
     def prepare(self) -> None:
         self._optimizer.backward(self._model(torch.ones(1, self._width)).mean())
-        # The gradients have to be there: their way is not the update's.
+        # Wait for the gradients, since their transfer is not part of the update.
         self._optimizer.lanes.synchronize()
 
     def __call__(self) -> None:
@@ -110,7 +110,7 @@ class _Update:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows and the verdict, for people."""
+    """Return all rows and the verdict as text."""
     lines = [f"{'case':24} {'GB':>8} {'s':>8} {'GB/s':>8} {'of the bound':>14}"]
     for row in rows:
         share = "-" if row["x_bound"] is None else f"{row['x_bound']:.2f}"
@@ -133,13 +133,13 @@ def table(rows: Sequence[Row]) -> str:
 
 @contextmanager
 def drive_cases(folder: str, num_bytes: int) -> Iterator[Mapping[str, Case]]:
-    """Yield the cases, over a scratch file in `folder` of so many bytes, about.
+    """Yield the cases, over a scratch file of about `num_bytes` in `folder`.
 
-    One bucket after the other is moved, each way through memory of its own. With both ways at once
+    Buckets are moved one after the other, in each direction through separate memory. In `BOTH`,
     a thread reads the whole file while another writes it, half a file apart.
 
     Raises:
-        DiskError: there is no room, or the disk fails.
+        DiskError: there is too little space, or the disk fails.
     """
     arena = DiskArena(Ledger(), folder, in_memory=True)
     row = BufferSpec("bench", num_bytes // BUCKETS // 4, "float32", Tier.DISK)

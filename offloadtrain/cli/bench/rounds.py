@@ -1,4 +1,4 @@
-"""Interleaved timing: every case once per round, ratios within rounds.
+"""Interleaved timing: every case runs once per round, and ratios are taken within rounds.
 
 Memory bandwidth on a shared machine changes by a factor of two within the hour. Two cases are
 compared by the median of their ratios within rounds, never by two medians.
@@ -17,7 +17,7 @@ import torch
 Case = Callable[[], object]
 Name = TypeVar("Name")
 Row = dict[str, Any]
-"""What was measured of a case, by name: a line of a table, or an object of JSON."""
+"""Figures of a case by name: a line of a table, or a JSON object."""
 
 SETTLE_S = 0.02
 """Pause before each case: torch's threads spin for a while after their last loop."""
@@ -31,11 +31,11 @@ def measure(
     *,
     warm: int = 1,
 ) -> dict[Name, list[float]]:
-    """Return the seconds of each case, by round; uncounted first rounds compile and touch pages.
+    """Return the seconds of each case by round; uncounted first rounds compile and touch pages.
 
     Args:
-        on_round: called with the number of each round, those not counted included.
-        warm: rounds that are not counted.
+        on_round: called with the number of each round, including uncounted ones.
+        warm: number of uncounted rounds.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in cases}
     for number in range(rounds + warm):
@@ -51,7 +51,7 @@ def measure(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch compute with so many threads inside."""
+    """Set torch's number of threads inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

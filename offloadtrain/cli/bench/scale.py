@@ -3,8 +3,8 @@
 Two measurements with the same work per rank (weak scaling); the ideal is the same step time on any
 number of ranks:
 * *paced* ([Note: Paced lanes] in `bench.step`): real processes, real Gloo collectives, and a fixed
-  time for every operation: copies and Adam one N-th of their time alone, collectives (N-1)/N of
-  theirs. The rest is the engine and waits between ranks.
+  time for every operation: copies and Adam take 1/N of their time alone, collectives (N-1)/N of
+  theirs. The remainder is the engine's overhead and waits between ranks.
 * *demo*: the demo model on the available devices, one rank each; on a CPU one thread each.
 """
 
@@ -42,10 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "demo": {"clip_norm": 1.0},
 }
 HOST_NORM_MS = 1.0
-"""Time of the norm of a block's gradient on the host; a single rank measures it on the device."""
+"""Time of the norm of a block's gradient on the host; a single rank computes it on the device."""
 
 SHARED = (Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD, Kind.ADAM, Kind.NORM, Kind.PUBLISH)
-"""Operations divided by the number of ranks."""
+"""Operations whose time is divided by the number of ranks."""
 COLLECTIVE_MS = 4.0
 """Time of a block's collective if a rank sent all of it; it sends (N-1)/N."""
 BATCH, LENGTH = 4, 128
@@ -54,12 +54,12 @@ BATCH, LENGTH = 4, 128
 def run(
     counts: Sequence[int], *, layers: int, steps: int, rounds: int, say: Callable[[str], None]
 ) -> list[Row]:
-    """Run every case on every number of ranks, alternating; `counts` begins with 1.
+    """Run every case on every number of ranks, alternating; `counts` must begin with 1.
 
     Returns:
-        for each case and number of `ranks`: `step_ms`, the median over rounds of the slowest rank's
-        median step; its `efficiency`, the step of one rank over this one; the one `predicted` by
-        the schedule, with free launches, None where operations are not paced.
+        One row per case and number of `ranks`: `step_ms`, the median over rounds of the slowest
+        rank's median step; `efficiency`, the step of one rank over this one; `predicted`, the
+        efficiency of the simulated schedule with free launches, None if operations are not paced.
     """
     step_times: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds):
@@ -81,7 +81,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def predicted(case: str, count: int, layers: int) -> float | None:
-    """Return the efficiency by the schedule with the paced times."""
+    """Return the efficiency of the simulated schedule with the paced times; None for "demo"."""
     if case == "demo":
         return None
 

@@ -1,14 +1,14 @@
-"""Comparison of a step with its schedule, and with the same model in plain torch.
+"""Compares a step with its schedule, and with the same model in plain torch.
 
 [Note: Paced lanes]
 The lanes run on CPU threads, and every operation and every block's compute is padded to a fixed
 time. The schedule then predicts the step to the microsecond, and the excess of the measured step is
-the engine's overhead: Python, hand-over between threads, waits.
+the engine's overhead: Python, hand-over between threads, and waits.
 
 [Note: The resident loop]
-The demo model is trained offloaded and resident, alternating: the cost of offloading in time. The
-resident loop is the usual one without offloading: working weights in the compute dtype, fp32 master
-weights and `torch.optim.AdamW(fused=True)` on the device, the norm clipped by torch.
+The demo model is trained offloaded and resident, alternating, which shows the time that offloading
+costs. The resident loop is the usual one: working weights in the compute dtype, fp32 master weights
+and `torch.optim.AdamW(fused=True)` on the device, and the norm clipped by torch.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ MILLISECONDS = {
     Kind.LOAD: 5.0,
     Kind.PUBLISH: 1.0,
 }
-"""Paced times of a block's operations, for a machine whose host keeps up with its device."""
+"""Paced times of a block's operations, for a machine with a host as fast as its device."""
 
 WARM_STEPS = 3
 WIDTH = 1024
-"""Number of weights of a layer."""
+"""Number of weights in a layer."""
 
 
 class _Paced(torch.autograd.Function):
-    """Sleeps in forward and backward; the gradient is one number."""
+    """Sleeps in forward and backward; all elements of the gradient are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Paced(torch.autograd.Function):
 
 
 class PacedLayer(nn.Module):
-    """A block that takes a fixed time and has few weights."""
+    """A block with a fixed duration and few weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,11 +97,11 @@ class PacedLayer(nn.Module):
 
 
 def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> Row:
-    """Compare a paced step of a mode and placement with its schedule.
+    """Compare a paced step in a mode and placement with its schedule.
 
     Returns:
-        milliseconds per step: `busiest_ms`, work of the busiest lane, the lower bound of any
-        schedule; `schedule_ms`, by the schedule, with free launches; `measured_ms`, median over
+        Milliseconds per step: `busiest_ms`, work of the busiest lane, a lower bound of any
+        schedule; `schedule_ms`, of the schedule with free launches; `measured_ms`, median over
         steps; `x_schedule`: measured over schedule.
     """
     options = OPTIONS[mode] | ({"working": "host"} if streamed else {})
@@ -119,7 +119,7 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> Row:
 
 
 def paced_step_s(layers: int, steps: int, ms: Callable[[Kind], float], **options: Any) -> float:
-    """Return the median seconds of a step of paced layers; `ms`: least time of an operation."""
+    """Return the median seconds of a step of paced layers; `ms`: least time of each operation."""
     least = {f"{kind.value} {layer}": ms(kind) for kind in Kind for layer in range(layers)}
     model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
     with on_lanes(ThreadLanes(pace=lambda name: least.get(name, 0.0))):
@@ -148,7 +148,7 @@ def _ms(kind: Kind) -> float:
 
 
 def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
-    """Return the scheduled step of a number of paced layers with these options."""
+    """Return the spec of a step of `layers` paced layers with these options."""
     state_format, numel = format_for("fp32", "float32"), padded([WIDTH], ranks)
     moments = AdamW().moments
     buckets = (
@@ -165,7 +165,7 @@ def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
 
 
 def run(layers: int, steps: int, on_row: Callable[[str], None]) -> list[Row]:
-    """Run every mode, with weights on the device and streamed."""
+    """Measure every mode, with weights on the device and streamed."""
     rows = []
     for streamed in (False, True):
         for mode in OPTIONS:
@@ -205,12 +205,11 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 def run_demo(rounds: int, on_round: Callable[[str], None]) -> list[Row]:
-    """Train all cases alternately, a step each per round.
+    """Train all cases alternately, one step each per round.
 
     Returns:
-        for each way to train the demo model: its median `step_ms`; `x_resident`, the median of the
-        ratios of its step to the resident one of the same round; the median `exposed_ms`, None of
-        the resident one.
+        One row per case: median `step_ms`; `x_resident`, the median of the ratios of its step to
+        the resident one of the same round; median `exposed_ms`, None for the resident case.
     """
     device = resolve_device("auto")
     dtype = PRECISIONS[resolve_precision("auto", device)[0]]

@@ -1,4 +1,4 @@
-"""`offloadtrain bench`, and `offloadtrain report` of what `make gpu` has measured."""
+"""`offloadtrain bench`, and `offloadtrain report` on results of `make gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine and this installation are: `offloadtrain doctor` and `offloadtrain version`."""
+"""Facts about this machine and installation: `offloadtrain doctor` and `offloadtrain version`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def doctor(
 
     from offloadtrain.cli.doctor.examine import examine
 
-    # With --json all checks are printed at the end.
+    # With --json, all checks are printed together at the end.
     report = examine(folder, quick=quick, tell=lambda check: as_json or print(check), say=_say)
     if as_json:
         machine = None if report.machine is None else asdict(report.machine)
@@ -62,7 +62,7 @@ def doctor(
 
 
 def _check_target(path: Path) -> None:
-    """Refuse before any measurement a file that could not be written afterwards.
+    """Before any measurement, refuse a file that could not be written afterwards.
 
     Raises:
         ConfigError: the path is not a machine file, or its folder does not exist.
@@ -99,12 +99,12 @@ def _save(path: Path, report: Examination, quick: bool) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write atomically: the old machine file stays until the new one is durable."""
+    """Write atomically: the previous machine file stays until the new one is durable."""
     from offloadtrain.hardware.atomic_io import sync_folder, write_file
 
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_file(fresh, text.encode(), 0o666)  # other users may plan with it
+        write_file(fresh, text.encode(), 0o666)  # readable by other users, who may plan with it
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What comes before training: `offloadtrain ls`, `cp` and `prepare`, and the search for a job."""
+"""Commands before training: `offloadtrain ls`, `cp` and `prepare`; also finds job files."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def copy_job(name: str, dest: Path | None = None, /) -> None:
 
 
 def find_job(job: str) -> Path:
-    """Return the job file named on a command line: a path, or the name of a shipped job.
+    """Return the job file for a command line argument: a path, or the name of a shipped job.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: it is neither.
     """
     path = Path(job)
     looks_like_a_path = path.suffix == ".toml" or os.sep in job
@@ -85,7 +85,7 @@ def find_job(job: str) -> Path:
 
 
 def shipped_jobs() -> dict[str, Path]:
-    """Return the shipped jobs by name, in order."""
+    """Return the shipped jobs by name, sorted."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 

@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     from offloadtrain.plan.search.suggest import Change
 
 SMALLEST = 1 << 20
-"""Bytes of any memory."""
+"""Smallest memory size that is accepted, in bytes."""
 
 FIRST_SAID_S = 1.0
-"""Silence before the first line that says what a command does."""
+"""Silence before the first progress line, in seconds."""
 
 Several: TypeAlias = Annotated[
     tuple[str, ...], Parameter(consume_multiple=1, negative=(), show_default=False)
 ]
 
 Traces: TypeAlias = dict[bool, tuple["Config", "Trace"]]
-"""Of a model, for a CPU or for any GPU: its described job, and the trace."""
+"""Traces of one model: True for a CPU, False for any GPU → its described job, and the trace."""
 
 STAND_IN = "rtx4090"
-"""The machine whose rates are used if only the memory of a GPU is given."""
+"""Shipped machine whose rates are used if only the memory of a GPU is given."""
 
 
 @contextmanager
 def _planning() -> Iterator[None]:
-    """Say on a terminal, within 2 s, that there is a plan in the making; collect less often."""
+    """Show progress on a terminal from 1 s on, and run garbage collection less often."""
     from offloadtrain.boundary.sanitize import unfiltered
     from offloadtrain.train.log.console import Console
 
-    # A model has many small objects: a look at all of them after every 700 new ones, as Python
-    # does, takes a quarter of the plan of a deep model.
+    # A model has many small objects: by default Python scans them all after every 700 new
+    # ones, which takes a quarter of the plan of a deep model.
     threshold = gc.get_threshold()
     gc.set_threshold(20_000)
     console = Console(quiet=not unfiltered(sys.stderr).isatty())
@@ -202,11 +202,11 @@ _ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "--hf": ("asks for a model", ("JOB", "--sweep")),
     "--fine-tune": ("asks for a model", ("JOB", "--sweep")),
 }
-"""Flag → what it does, and the flags that it excludes."""
+"""Flag → (its effect, for messages; the flags that it excludes)."""
 
 
 def _check_alone(values: Mapping[str, object]) -> None:
-    """Raises ConfigError for two flags that exclude each other. `values`: flag → its value."""
+    """Raise ConfigError if two flags exclude each other. `values`: flag → its value."""
     for flag, (does, excluded_flags) in _ALONE.items():
         for excluded in excluded_flags:
             if values[flag] and values[excluded]:
@@ -215,11 +215,11 @@ def _check_alone(values: Mapping[str, object]) -> None:
 
 
 def _check_several(machines: Sequence[str], save: str, of_one_plan: bool) -> None:
-    """Raises ConfigError where several plans are made and a flag is for one.
+    """Raise ConfigError if several plans are requested with a flag for a single plan.
 
     Args:
-        machines: those of --machine, with a JOB.
-        save: the file of --save; "" without it.
+        machines: values of --machine, with a JOB.
+        save: value of --save; "" without it.
     """
     problems = broken(
         (save, f"--save {save}: it is for one --hf or --fine-tune and one --machine"),
@@ -234,10 +234,10 @@ def _check_several(machines: Sequence[str], save: str, of_one_plan: bool) -> Non
 
 
 def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
-    """Return the tokens that the run sees; 0: as many as the job's steps have.
+    """Return the tokens of the run; 0: those of the job's steps.
 
     Raises:
-        ConfigError, DataError: no such number, or no such data.
+        ConfigError, DataError: the number is invalid, or the data cannot be read.
     """
     if tokens and (data or epochs):
         raise ConfigError(f"--tokens {tokens}: leave out --data and --epochs")
@@ -263,7 +263,7 @@ def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
 def _planned(
     config: Config, name: str, target: Machine, ranks: int, *, compare: bool
 ) -> tuple[Plan, Sequence[Change], Trace | None]:
-    """Plan a job; return also what makes it fit if it does not, and the trace of its model."""
+    """Plan a job; return (plan, changes that make it fit, trace of its model)."""
     from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import suggest
 
@@ -287,7 +287,7 @@ def _print(
     why: bool,
     as_json: bool,
 ) -> None:
-    """`answer`: of a search for the model, whose best plan this is."""
+    """Print a plan; `answer` is the search for the model whose best plan this is, if any."""
     from offloadtrain.plan import report
     from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import why as answers
@@ -326,7 +326,7 @@ def _job(job: str, overrides: tuple[str, ...]) -> Config:
 
 
 def _question(model: str, is_hf: bool, overrides: tuple[str, ...], ranks: int) -> Question:
-    """`model`: a folder or a name of Hugging Face, or a number of parameters."""
+    """`model`: a folder or name of Hugging Face if `is_hf`, else a number of parameters."""
     from offloadtrain.config.hf_model import find_folder, published_name
     from offloadtrain.plan.search import question
 
@@ -355,7 +355,7 @@ def _answer(
     traces: Traces | None = None,
     only_best: bool = False,
 ) -> tuple[Answer, Trace | None]:
-    """Search; see `_described` and `question.answer`."""
+    """Answer a question; for the arguments see `_described` and `question.answer`."""
     from offloadtrain.plan.search import question as questions
 
     config, trace = _described(question.job, machine, ranks, traces)
@@ -364,7 +364,7 @@ def _answer(
 
 
 def _save(answer: Answer | None, path: str) -> None:
-    """Write the job of a question's answer, if a path is given.
+    """Write the job of a question's answer if a path is given.
 
     Raises:
         ConfigError: the file exists or cannot be written, or nothing fits.
@@ -389,8 +389,7 @@ def _table(
     *,
     as_json: bool,
 ) -> int:
-    """Answer for each model on each machine, one line each. What cannot be planned has its reason
-    in the place of an answer."""
+    """Print one line per model and machine. If it cannot be planned, the line has the reason."""
     from offloadtrain.plan.search.suggest import text_of
 
     models = [(model, True) for model in hf] + [(fine_tune, False)] * bool(fine_tune)
@@ -431,12 +430,12 @@ def _table(
 def _described(
     config: Config, machine: Machine, ranks: int, traces: Traces | None = None
 ) -> tuple[Config, Trace | None]:
-    """Return the job with every parameter of its model known, and the trace of a microbatch, if it
-    is needed: those take torch, and parameters transformers. A model that cannot be traced is
-    planned by its shape, with one message on stderr.
+    """Return the job with all parameters of its model, and the trace of a microbatch if one is
+    needed: a trace takes torch, and parameters take transformers. A model that cannot be traced is
+    planned by its shape, with a message on stderr.
 
     Args:
-        traces: of the same job on other machines; this one's is added.
+        traces: traces for the same job on other machines; this one is added.
     """
     if config.hf is None and config.offload.activations.mode != "offload_saved":
         return config, None
@@ -453,14 +452,14 @@ def _described(
     config, trace = traces[machine.on_cpu]
     of_rank = shared(resolved(config, machine), ranks)
     stages = range(config.ranks.stages) if config.ranks.pipeline > 1 else ()
-    # Whether stages can be traced does not depend on their numbers of layers.
+    # Whether a stage can be traced does not depend on its number of layers.
     of_rank = replace(of_rank, ranks=replace(of_rank.ranks, layers_per_stage=()))
     try:
         for stage_job in [of_stage(of_rank, number) for number in stages] or [of_rank]:
             trace(stage_job)
     except TraceError as error:
         if config.offload.activations.mode == "offload_saved":
-            raise  # its shape does not tell what moves
+            raise  # the shape does not determine which saved tensors move
         say_on_stderr(f"{error}. Activations and times are estimates by its shape")
         return config, None
     return config, trace
@@ -488,7 +487,7 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
         print(json.dumps({"machine": name, "ranks": gpus, "rows": entries}))
     else:
         print(f"{name}:")
-        for line in lines:  # each as soon as it is known
+        for line in lines:  # print each as soon as it is known
             print(line, flush=True)
     return 0 if any(row.plan for row in rows) else DOES_NOT_FIT
 
@@ -520,7 +519,7 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
 def _sweep(config: Config, name: str, machine: Machine, counts: list[int], *, as_json: bool) -> int:
     from offloadtrain.plan.search import suggest, sweep
 
-    # the fewest ranks that the table [ranks] can divide; if none, the fewest
+    # Describe it for the fewest ranks that [ranks] can divide; if there are none, the fewest.
     least = config.ranks.pipeline * config.ranks.tensor * config.ranks.expert
     fewest = next((count for count in counts if count % least == 0), counts[0])
     described, trace = _described(config, machine, fewest)
@@ -539,8 +538,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _with_data(data: str, hf: str) -> tuple[str, ...]:
-    """Return the overrides for a token file, or for text or records, which a model of transformers
-    reads with its own tokenizer."""
+    """Return overrides for a token file, or for text or records, which a transformers model reads
+    with its own tokenizer."""
     from offloadtrain.data.tokens import is_token_file
 
     if not data or is_token_file(data):
@@ -550,8 +549,8 @@ def _with_data(data: str, hf: str) -> tuple[str, ...]:
 
 
 def chosen_machine(name: str, sizes: tuple[str, str, str]) -> tuple[str, Machine]:
-    """Return the named machine, the file's, or this one, with the given sizes of memory: of a GPU,
-    of a host, and of what other programs use of it; empty: the machine's."""
+    """Return the named machine, the machine of a file, or this one, with the given memory sizes: of
+    a GPU, of a host, and reserved on the host for other programs; "" keeps the machine's."""
     from offloadtrain.hardware.machine import find
 
     gpu_memory, host_memory, host_reserve = sizes
@@ -578,7 +577,7 @@ def chosen_machine(name: str, sizes: tuple[str, str, str]) -> tuple[str, Machine
 
 
 def _size(flag: str, text: str) -> str:
-    """Raises ConfigError for no size, or one that no memory has: a number without its unit."""
+    """Return the text if it is a valid size with a unit; raise ConfigError otherwise."""
     try:
         size = parse_bytes(text)
     except ValueError as error:

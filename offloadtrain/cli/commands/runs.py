@@ -18,7 +18,7 @@ from offloadtrain.config.errors import ConfigError, OffloadTrainError, require_p
 from offloadtrain.config.sections import Packing
 
 MOST_PRINTED = 20
-"""Most problems that are printed to stderr; `--json` has those of all checkpoints."""
+"""Most problems printed to stderr; `--json` prints all."""
 
 
 def checkpoints(
@@ -66,9 +66,9 @@ def checkpoints(
 
 
 def _row(path: Path, *, verify: bool) -> dict[str, Any]:
-    """Return what is known of a checkpoint. Its `state` is "listed" (its files are there),
-    "verified" (each byte was read), "damaged" or "newer" (of a later version of the format);
-    `ranks` wrote it."""
+    """Return the facts about a checkpoint. Its `state` is "listed" (its files exist), "verified"
+    (all bytes were read), "damaged" or "newer" (of a later format version); `ranks` is the number
+    of ranks that wrote it."""
     from offloadtrain.train.checkpoint import checkpoint
     from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 
@@ -112,7 +112,7 @@ def export(
     from offloadtrain.train.trained_model import open_saved
 
     try:
-        require_new(out)  # before the checkpoint is verified and transformers imported
+        require_new(out)  # before the checkpoint is verified and transformers is imported
         saved = open_saved(source)
         with ends_as_interrupted():
             written = write(saved, out, dtype=dtype, merge=merge)

@@ -75,9 +75,9 @@ def train(
     path = find_job(job)
     rank_info = RankInfo.of(os.environ)
     if rank_info.size > 1:
-        # Else torch prints forty lines of C++ for each other rank that has ended.
+        # Otherwise torch prints forty lines of C++ for each rank that has ended.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Of ranks started with the same arguments, rank 0 says how overrides changed other keys.
+    # With several ranks, only rank 0 or the launcher reports keys changed by overrides.
     says = rank_info.rank == 0 and (nproc == "1" or dry_run)
     config = jobs.load(path, overrides, say_on_stderr if says else lambda line: None)
     if rank_info.size > 1:
@@ -89,7 +89,7 @@ def train(
         check_packages(config.log)
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
-    # Before torch is loaded: also a division among ranks that nobody starts is refused at once.
+    # Before torch is loaded, so that an impossible division among ranks is refused at once.
     count = _ranks_wanted(nproc, config) if rank_info.size == 1 else rank_info.size
     waiting = _choose_waiting(config, rank_info)
     if rank_info.size == 1 and nproc != "1":
@@ -109,14 +109,15 @@ def train(
         return run_job(
             config, text, rank_info, link, run_dir=run_dir, resume=resume, waiting=waiting
         )
-    except StoppedEarlyError as error:  # also a rank, before it knew the others
+    except StoppedEarlyError as error:  # including a rank that is not connected yet
         if rank_info.rank == 0:
             print(told_early(error), file=sys.stderr)
         return STOPPED if rank_info.size == 1 else _code_of_rank(error)
 
 
 def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
-    """Choose before torch is loaded. Ranks would see each other's load: their launcher chooses."""
+    """Choose the wait policy before torch is loaded. For ranks, which would measure each other's
+    load, the launcher chooses."""
     alone = rank_info.size == 1 and "torch" not in sys.modules
     look = wait_policy.look if alone else None
     return wait_policy.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
@@ -132,7 +133,7 @@ def _preview(config: Config, ranks: int) -> int:
 
 
 def _ranks_wanted(nproc: str, config: Config) -> int:
-    """Check before any rank starts that the batch can be divided."""
+    """Return the number of ranks, after a check that they can divide the batch."""
     if nproc == "auto":
         import torch
 
@@ -148,7 +149,8 @@ def _ranks_wanted(nproc: str, config: Config) -> int:
 
 
 def _code_of_rank(error: BaseException) -> int:
-    """torchrun takes any code other than 0 for a failure, and restarts."""
+    """Return the exit code of a rank; 0 for a stop under torchrun, which restarts on other
+    codes."""
     code = of_error(error)
     return DONE if code == STOPPED and not launcher_link.is_attached() else code
 
@@ -167,8 +169,9 @@ def run_job(
     watched from the beginning, before torch is loaded.
 
     Args:
-        rank_info: this process among the ranks.
-        link: to the launcher of this rank, which judges hangs and ends it after a second stop.
+        rank_info: rank, local rank and sizes of this process.
+        link: connection to this rank's launcher, which detects hangs and ends the rank after a
+            second stop; None without offloadtrain's launcher.
 
     Raises:
         StoppedEarlyError: a stop was requested before the first step.

@@ -19,23 +19,23 @@ LEAST_FREE_BYTES, LITTLE_FREE_BYTES = 1 << 30, 20 << 30
 SLOW_DISK_GBPS = 0.2
 
 STATE_BYTES = {"fp32": 14, "split16": 10, "int8": 7}
-"""Host memory per parameter, by state format: the state and 16-bit gradients."""
+"""Host memory in bytes per parameter, by state format: the state and 16-bit gradients."""
 
 _LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""CUDA → the driver branch that its minor versions run on, from NVIDIA's release notes."""
+"""CUDA major version → oldest driver branch for its minor versions (NVIDIA's release notes)."""
 
 _LAST_OF_DEFAULT = (7, 5)
-"""Builds of torch for CUDA newer than 12.6 begin here, from torch 2.11 on."""
+"""Oldest card with kernels in builds of torch 2.11 and newer for CUDA after 12.6."""
 
 _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 LEAST_OF_LINK, LEAST_OF_DRAM = 0.6, 0.5
 FP32_TRAFFIC_BYTES = 28
-"""Bytes per parameter of fp32 Adam: gradient, master weight and moments read; all but the first
-written, and the working weight."""
+"""Bytes per parameter of fp32 Adam: gradient, master weight and moments are read; master weight,
+moments and working weight are written."""
 
 KERNELS = ("fp32", "split16", "int8", "norm", "accumulate")
-"""Kernels of CPU Adam with a rate in a `Machine`: state formats, the norm, the sum of gradients."""
+"""Kernels with a rate in a `Machine`: Adam by state format, the norm, the sum of gradients."""
 
 
 class Status(StrEnum):
@@ -71,7 +71,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveRates:
-    """10^9 bytes per second, as in `Machine`; 0: unknown."""
+    """Rates in 10^9 bytes per second, as in `Machine`; 0 if unknown."""
 
     disk_gbps: float
     disk_read_gbps: float = 0.0
@@ -80,17 +80,17 @@ class DriveRates:
 
 
 def _judged(name: str, finding: str, *problems: tuple[object, Status, str]) -> Check:
-    """Return the check of a finding: its first problem, or PASS.
+    """Return the check of a finding with its first problem, or PASS.
 
     Args:
-        problems: (true if there is this problem, what it means, the remedy).
+        problems: (true if there is this problem, its status, the remedy).
     """
     first = next((problem for problem in problems if problem[0]), (True, PASS, ""))
     return Check(name, first[1], finding, first[2])
 
 
 def check_versions(versions: Mapping[str, str]) -> Check:
-    """Check package → version; torch must be included."""
+    """Check the versions of packages; `versions` must include torch."""
     finding = ", ".join(
         f"{name} {version or 'not installed'}" for name, version in versions.items()
     )
@@ -108,7 +108,7 @@ def check_gpu(
         names: descriptions of the GPUs that torch sees.
         nvml_names: names of the GPUs that NVML sees.
         cuda: CUDA version of this torch build.
-        reason: why torch or NVML sees none.
+        reason: why torch or NVML sees no GPU.
         hidden: GPUs are hidden by CUDA_VISIBLE_DEVICES.
     """
     if names:
@@ -156,19 +156,19 @@ def check_arch(
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Return whether code runs: on its own card and later minor versions; PTX on all later
-    cards."""
+    """Return True if code for `arch` runs on a card: on its own and later minor versions; PTX on
+    all later cards."""
     match = _ARCH.fullmatch(arch)
     if match is None:
         return False
     kind, built = match[1], (int(match[2]), int(match[3]))
-    if match[4] == "a":  # uses features of this card only
+    if match[4] == "a":  # uses features of that card only
         return built == capability
     return built <= capability and (kind == "compute" or built[0] == capability[0])
 
 
 def check_bf16(finding: str, pays: bool, fallback: str) -> Check:
-    """Check bf16; `finding`: what shows whether it pays, which training goes by, too."""
+    """Check bf16; `finding` shows whether it pays, which also decides precision "auto"."""
     advice = f'offload.precision = "auto" selects {fallback}.'
     return _judged("bf16", finding, (not pays, WARN, advice))
 
@@ -185,7 +185,7 @@ def check_driver(driver: str, cuda: str | None) -> Check:
 
 
 def check_nvml(state: str, gpus: int) -> Check:
-    """Check NVML; `state`: "" if every GPU could be queried, otherwise why not."""
+    """Check NVML; `state`: "" if every GPU could be queried, otherwise the reason."""
     advice = "Install nvidia-ml-py." if "pynvml is not installed" in state else ""
     finding = state or f"answers for {gpus} GPU{'s' if gpus > 1 else ''}"
     return _judged("NVML", finding, (state, WARN, advice))
@@ -197,10 +197,10 @@ def check_pcie(
     width: tuple[int | None, int | None],
     busy: bool,
 ) -> Check:
-    """Check a GPU's link; generation and width as (current, maximum), None: not reported.
+    """Check a GPU's link; generation and width are (current, maximum), None if not reported.
 
     Args:
-        busy: a copy has just run. An idle link slows down to save power.
+        busy: a copy has just run (an idle link slows down to save power).
     """
     if generation[0] is None or width[0] is None:
         return Check("PCIe", PASS, f"GPU {index}: NVML does not report it")
@@ -220,7 +220,7 @@ def check_pcie(
 
 
 def check_gpu_memory(index: int, used: int | None, total: int | None) -> Check:
-    """Check GPU memory before this process uses any."""
+    """Check GPU memory; call it before this process uses any."""
     if used is None or not total:
         return Check("gpu memory", PASS, f"GPU {index}: NVML does not report it")
     finding = f"GPU {index}: {format_bytes(total - used)} of {format_bytes(total)} free"
@@ -229,7 +229,7 @@ def check_gpu_memory(index: int, used: int | None, total: int | None) -> Check:
 
 
 def check_memlock(limit: int | None, needed: int) -> Check:
-    """Check `ulimit -l`; None: unlimited. `needed`: bytes a run may page-lock, 0 without a GPU."""
+    """Check `ulimit -l`; None: unlimited. `needed`: bytes that a run may lock, 0 without a GPU."""
     finding = "unlimited" if limit is None else format_bytes(limit)
     if not needed:
         return Check("ulimit -l", PASS, f"{finding}; without a GPU nothing is page-locked")
@@ -251,7 +251,7 @@ def check_pinning(num_bytes: int, locked: bool) -> Check:
 
 
 def check_host_memory(total: int, available: int) -> Check:
-    """Check host memory; `total` and `available` under every limit."""
+    """Check host memory; `total` and `available` respect all limits."""
     rooms = ", ".join(
         f"{format_count(available / size)} in {state}" for state, size in STATE_BYTES.items()
     )
@@ -261,7 +261,7 @@ def check_host_memory(total: int, available: int) -> Check:
 
 
 def check_cgroup(limit: int | None, total: int) -> Check:
-    """Check cgroups; `limit`: the least of this process's, None: none; `total`: installed
+    """Check cgroups; `limit`: the smallest of this process, None without any; `total`: installed
     memory."""
     if limit is None or limit >= total:
         return Check("cgroup memory", PASS, f"no limit below {format_bytes(total)}")
@@ -271,7 +271,7 @@ def check_cgroup(limit: int | None, total: int) -> Check:
 
 
 def check_cores(physical: int, logical: int, usable: int, threads: int, where: str) -> Check:
-    """Check cores; `usable`: logical CPUs, by affinity and quota; `where`: the reason for
+    """Check cores; `usable`: logical CPUs by affinity and quota; `where`: the reason for
     `threads`."""
     return _judged(
         "cores",
@@ -294,8 +294,8 @@ def check_numa(
 
     Args:
         nodes: node → its CPUs.
-        cpus, memories: CPUs and memory nodes allowed to this process.
-        gpus: node of each GPU, None: not reported.
+        cpus, memories: CPUs and memory nodes that this process may use.
+        gpus: node of each GPU, None if not reported.
     """
     if len(nodes) < 2:
         return Check("NUMA", PASS, "one node")
@@ -334,10 +334,10 @@ def check_kernels(name: str, isa: str, why: str) -> Check:
 
 
 def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
-    """Check space and speed of the folder for checkpoints.
+    """Check free space and speed of the folder for checkpoints.
 
     Args:
-        drive: its rates, the error of a failed write, or None: not measured.
+        drive: its rates, the error of a failed write, or None if not measured.
     """
     finding, write_gbps = f"{folder}: {format_bytes(free)} free", SLOW_DISK_GBPS
     if isinstance(drive, str):
@@ -382,8 +382,8 @@ def check_speeds(machine: Machine, link_gbps: float | None, *, bf16: bool) -> li
     """Return all checks of speeds.
 
     Args:
-        link_gbps: limit of the GPU's link; None: no GPU, or not reported.
-        bf16: training selects it by default.
+        link_gbps: limit of the GPU's link; None without a GPU, or if not reported.
+        bf16: precision "auto" selects bf16.
     """
     return [
         check_bandwidth(machine.h2d_gbps, machine.d2h_gbps, machine.on_cpu, link_gbps),
@@ -405,7 +405,8 @@ def check_bandwidth(h2d: float, d2h: float, on_cpu: bool, link: float | None) ->
 
 
 def check_adam(machine: Machine) -> Check:
-    """Check the time per parameter of CPU Adam, per format, and of norm and sum of gradients."""
+    """Check nanoseconds per parameter of CPU Adam by format, and of the norm and sum of
+    gradients."""
     rates = {kernel: getattr(machine, f"{kernel}_gparams") for kernel in KERNELS}
     times = [f"{kernel} {1 / rate:.3g}" for kernel, rate in rates.items() if rate]
     if not times:
@@ -428,7 +429,7 @@ def check_adam(machine: Machine) -> Check:
 
 
 def check_compute(machine: Machine, bf16: bool) -> Check:
-    """Check matrix multiplications per precision; `bf16`: training selects it by default."""
+    """Check matrix products per precision; `bf16`: precision "auto" selects bf16."""
     kinds = (*machine.precisions, *(("fp8",) if machine.fp8_tflops else ()))
     rates = ", ".join(f"{kind} {getattr(machine, f'{kind}_tflops'):.3g}" for kind in kinds)
     return _judged(

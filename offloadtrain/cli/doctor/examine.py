@@ -1,4 +1,4 @@
-"""The examination of a machine: checks of facts, then checks of measurements; and the facts."""
+"""The examination of a machine: checks of facts, then of measurements; collects both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Examination:
     """One examination of this machine.
 
     Attributes:
-        checks: those that are done.
+        checks: completed checks.
         machine: the measurements; None before them, or if torch cannot use the GPU.
     """
 
@@ -59,7 +59,7 @@ class Examination:
         self.checks: list[Check] = []
         self.machine: Machine | None = None
         self.folder, self.quick, self.say, self.nvml = folder, quick, say, Nvml()
-        # Before torch creates a context, which takes memory itself.
+        # Before torch creates a context, which itself takes memory.
         self.samples = self.nvml.sample()
         self.probe = probe(self.nvml)
         self.gpus, self.reason = torch_gpus()
@@ -77,7 +77,7 @@ class Examination:
         return {check.name for check in self.checks if check.status is Status.FAIL}
 
     def run(self) -> Iterator[Check]:
-        """Check facts and measure; whoever takes a check adds it to `checks`."""
+        """Check facts and measure; the caller adds each yielded check to `checks`."""
         yield from self._device()
         yield from self._host()
         if not self._failed() & NEEDED:
@@ -120,7 +120,7 @@ class Examination:
                 sample.index, sample.memory_used_bytes, sample.memory_total_bytes
             )
         if self.gpus:
-            # Emulation is many times slower.
+            # Emulated bf16 is many times slower.
             has = "computes in bf16" if self.has_bf16 else "has no bf16 arithmetic, only emulation"
             yield checks.check_bf16(f"{self.gpus[0].name} {has}", self.has_bf16, "fp16")
         else:
@@ -129,7 +129,7 @@ class Examination:
             yield checks.check_bf16(why, self.has_bf16, "fp32")
 
     def _host(self) -> Iterator[Check]:
-        """Check memory, cores and the folder for checkpoints, whose drive is measured."""
+        """Check memory, cores and the folder for checkpoints; measures its drive."""
         probe, backend = self.probe, kernels.backend()
         available = min(probe.host_available_bytes, self.host_memory)
         yield checks.check_host_memory(self.host_memory, available)
@@ -153,7 +153,7 @@ class Examination:
         yield checks.check_disk(str(self.folder.resolve()), free, self.drive)
 
     def _speeds(self, machine: Machine | None) -> Iterator[Check]:
-        """Run the checks of warm links and of speeds; `machine`: None if nothing was measured."""
+        """Check warm links and speeds; `machine` is None if nothing was measured."""
         links = self.nvml.describe()
         for gpu in links:
             yield checks.check_pcie(
@@ -169,7 +169,7 @@ class Examination:
 
 
 def _drive(folder: Path) -> DriveRates | str:
-    """Return the rates, or the error of a failed write."""
+    """Return the drive's rates, or the error of a failed write."""
     try:
         return drive_rates(folder)
     except OSError as error:
@@ -183,8 +183,8 @@ class TorchGpu:
     """One GPU as torch sees it.
 
     Attributes:
-        bf16: bf16 in hardware.
-        node: NUMA node, None: not reported.
+        bf16: it has bf16 in hardware.
+        node: NUMA node; None if not reported.
     """
 
     name: str
@@ -202,13 +202,13 @@ class TorchGpu:
 
 
 def torch_gpus() -> tuple[tuple[TorchGpu, ...], str]:
-    """The GPUs torch sees, and the reason or warning if it sees none."""
+    """Return the GPUs that torch sees, and the reason or warning if it sees none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             gpus = tuple(_torch_gpu(i) for i in range(torch.cuda.device_count()))
             reason = "; ".join(_first_line(warning.message) for warning in caught)
-        except RuntimeError as error:  # no context can be made: exclusive mode, a lost GPU
+        except RuntimeError as error:  # no context can be created: exclusive mode, or a lost GPU
             return (), _first_line(error)
     return gpus, reason
 
@@ -232,7 +232,7 @@ def _first_line(message: object) -> str:
 
 
 def allowed_memories() -> list[int]:
-    """Return the nodes whose memory this process may use."""
+    """Return the NUMA nodes whose memory this process may use."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Mems_allowed_list:"):
             return parse_cpulist(line.partition(":")[2])
@@ -245,7 +245,7 @@ def total_memory_bytes() -> int:
 
 
 def can_pin(nbytes: int) -> bool:
-    """Return whether the driver page-locks this much at once; needs a GPU."""
+    """Return True if the driver page-locks this many bytes at once; needs a GPU."""
     memory = torch.empty(nbytes, dtype=torch.uint8)
     locked = cuda_driver.register(memory)
     if locked:

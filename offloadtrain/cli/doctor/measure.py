@@ -1,9 +1,9 @@
-"""Measurement of this machine's rates as a `Machine` for `offloadtrain plan`, in seconds.
+"""Measures this machine's rates in seconds, as a `Machine` for `offloadtrain plan`.
 
 [Note: What a rate is]
 A rate is the median of a few repeats after a warm-up, since a plan is for the usual case. Buffers
-are far larger than the caches. If the CPU computes, it takes the place of the device: "device
-memory" and the copies "to the device" are copies in host memory.
+are far larger than the caches. If the CPU computes, it stands for the device: "device
+memory" and the copies "to the device" are then copies in host memory.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ HEAD_WIDTH = 64
 HEADS = {"cuda": 32, "cpu": 4}
 LENGTHS = {"cuda": 4096, "cpu": 512}
 HALF_LENGTHS = {"cuda": 1000.0, "cpu": 0.0}
-"""`Machine.flash_half_length`: on a CPU short sequences are no slower."""
+"""`Machine.flash_half_length`; on a CPU short sequences are not slower."""
 
 PARAMS = {"cuda": 64 << 20, "cpu": 16 << 20}
 QUICK_PARAMS, LEAST_PARAMS = 8 << 20, 1 << 20
 MOST_PARAMS = 256 << 20
-"""Even where caches are larger: touching 16 GiB takes seconds."""
+"""Upper limit, even if caches are larger: touching 16 GiB takes seconds."""
 BYTES_PER_PARAM = 64
-"""Host memory of the Adam buffers, with some margin."""
+"""Host memory of the Adam buffers per parameter, with some margin."""
 INT8_BYTES, CACHES = 7, 4
-"""Bytes per parameter that Adam of the narrowest state touches, and how many times the caches they
-are: a case that is repeated must read memory."""
+"""Bytes per parameter that Adam of the narrowest state touches, and how many times the caches'
+size a case must touch, so that repeats read from memory."""
 
 ACCUMULATE_BYTES = 10
-"""Bytes per parameter of an fp32 sum of 16-bit gradients."""
+"""Bytes per parameter of adding a 16-bit gradient to an fp32 sum."""
 
 STATES = ("fp32", "split16", "int8")
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
 FRAGMENT_BYTES = 512 << 20
-"""Share of device memory that the caching allocator can rarely use."""
+"""Device memory that the caching allocator loses to fragmentation, in bytes."""
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 BATCHES, BATCH_S, QUICK_BATCH_S = 3, 0.15, 0.03
@@ -88,8 +88,8 @@ def measure(
     Args:
         device: the CPU, or the first GPU, which represents all.
         bf16: the device computes in bf16 without emulation.
-        drive: of the folder for checkpoints; None: unknown.
-        quick: fewer repeats and smaller buffers, and no Adam; each measurement ends in a second.
+        drive: rates of the folder for checkpoints; None if unknown.
+        quick: fewer repeats, smaller buffers, and no Adam; each measurement takes at most a second.
     """
     say("products and attention")
     computed = compute(device, bf16, QUICK_BATCH_S if quick else BATCH_S)
@@ -97,7 +97,7 @@ def measure(
     dram, adam = host_rates(PARAMS[device.type], quick)
     hbm = device_memory_gbps(device)
     memory = _device_memory(device) if device.type == "cuda" else {}
-    say("the bus")  # last: the PCIe link's state is read while it is still warm
+    say("the bus")  # last, so that the PCIe link's state is read while it is warm
     rates = _bus(device) | adam | {"dram_gbps": dram, "shared_dram_gbps": dram, "hbm_gbps": hbm}
     if device.type == "cuda" and not quick:
         say("Adam and copies at once")
@@ -107,7 +107,7 @@ def measure(
     if device.type == "cuda":
         fastest = max(rates.get("bf16_tflops", 0.0), rates["fp16_tflops"])
         rates["half_width"] = max(rates["half_width"], half_width(fastest, hbm))
-    # To three digits: further digits are noise.
+    # Rounded to three digits, since further digits are noise.
     known: dict[str, Any] = {name: float(f"{rate:.3g}") for name, rate in rates.items()} | memory
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     return Machine(gpus=gpus, host_memory=_gib(host_memory), cores=cores, **known)
@@ -116,14 +116,14 @@ def measure(
 def compute(device: torch.device, bf16: bool, seconds: float) -> dict[str, float]:
     """Measure products, attention and launches: the rates of `plan.costs.device_time`.
 
-    The half-width and the share of attention are measured in training's precision and used for all.
+    The half-width and attention's share are measured in the training precision and used for all.
     """
     on_gpu = device.type == "cuda"
     kinds = {"bf16": torch.bfloat16} if bf16 or not on_gpu else {}
     kinds |= {"fp16": torch.float16} if on_gpu else {}
     kinds["fp32"] = torch.float32
     narrow, wide = WIDTHS[device.type]
-    # Emulated bf16 would take seconds on wide matrices.
+    # Emulated bf16 would take seconds with wide matrices.
     widths = {name: narrow if name == "bf16" and not bf16 else wide for name in kinds}
     rates = {name: product_flops(device, kinds[name], widths[name], seconds) for name in kinds}
     main = next(name for name in kinds if widths[name] == wide)
@@ -132,7 +132,7 @@ def compute(device: torch.device, bf16: bool, seconds: float) -> dict[str, float
     limits = {name: rates[name] * (1 + measured_half / widths[name]) for name in kinds}
     tflops = {f"{name}_tflops": limit / 1e12 for name, limit in limits.items()}
     if on_gpu and has_fp8(torch.cuda.get_device_name(device)):
-        # As of `Machine.flops`: beside its FLOPs a product takes as long as in 16 bits.
+        # As in `Machine.flops`: besides its FLOPs a product takes as long as in 16 bits.
         beside_s = measured_half / wide / limits[main]
         tflops["fp8_tflops"] = 1 / (1 / fp8_flops(device, wide, seconds) - beside_s) / 1e12
     length = HALF_LENGTHS[device.type]
@@ -158,7 +158,7 @@ def fit(narrow: int, slower: float, wide: int, faster: float) -> float:
 
 
 def product_flops(device: torch.device, dtype: torch.dtype, width: int, seconds: float) -> float:
-    """Measure FLOPs per second of products with a square weight, for about `seconds`."""
+    """Measure the FLOP/s of products with a square weight, for about `seconds`."""
     tokens = TOKENS[device.type]
     x_TD = torch.randn(tokens, width, device=device, dtype=dtype)
     weight_DD = torch.randn(width, width, device=device, dtype=dtype)
@@ -168,9 +168,9 @@ def product_flops(device: torch.device, dtype: torch.dtype, width: int, seconds:
 
 
 def fp8_flops(device: torch.device, width: int, seconds: float) -> float:
-    """Measure FLOPs per second of FP8 products with a square weight and a scale per tensor, as
-    torchao has them: forward with fast sums, twice as many backward without. The casts are not
-    part of it."""
+    """Measure the FLOP/s of FP8 products with a square weight and a scale per tensor, in torchao's
+    mix: forward with fast sums, and twice as many backward products without. Casts are not
+    included."""
     tokens, scale = TOKENS[device.type], torch.ones((), device=device)
     x_TD = torch.randn(tokens, width, device=device).to(torch.float8_e4m3fn)
     weight_DD = torch.randn(width, width, device=device).to(torch.float8_e4m3fn).t()
@@ -189,7 +189,7 @@ def fp8_flops(device: torch.device, width: int, seconds: float) -> float:
 def flash_flops(
     device: torch.device, dtype: torch.dtype, half_length: float, seconds: float
 ) -> float:
-    """Measure FLOPs per second of causal attention, forward and backward, in long sequences."""
+    """Measure the FLOP/s of causal attention, forward and backward, in long sequences."""
     heads, length = HEADS[device.type], LENGTHS[device.type]
     q_BNTH, k_BNTH, v_BNTH = (
         torch.randn(1, heads, length, HEAD_WIDTH, device=device, dtype=dtype, requires_grad=True)
@@ -222,15 +222,15 @@ def device_memory_gbps(device: torch.device) -> float:
 
 
 def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
-    """Measure (GB/s of DRAM, Gparam/s of each kernel) of all kernel threads, alternating."""
+    """Measure (GB/s of DRAM, Gparam/s of each kernel) with all kernel threads, alternating."""
     backend = kernels.backend().name
     least_bytes = FP32_TRAFFIC_BYTES if quick else INT8_BYTES
     numel = fitting(QUICK_PARAMS if quick else numel, available_bytes(), cache_bytes(), least_bytes)
     native = backend == "native"
-    # only the native kernels run int8 at a useful speed.
+    # Only the native kernels run int8 at a useful speed.
     b = allocate(numel, STATES[:1] if quick else STATES if native else STATES[:2])
     accumulate = partial(kernels.accumulate, b.wide, b.grad, False)
-    # What runs at the memory limit. In place like Adam: a copy would also read the overwritten
+    # A loop at the memory limit, in place like Adam: a copy would also read the overwritten
     # memory, which is not counted.
     traffic = partial(kernels.traffic, b.fp32, b.grad, b.working)
     cases: dict[str, Case] = {"limit": traffic if native else accumulate}
@@ -250,10 +250,10 @@ def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
 
 
 class PinnedCopies:
-    """Page-locked copies of a GPU, up and down at once, on a stream each."""
+    """Page-locked copies up and down at the same time, each direction on its own stream."""
 
     def __init__(self, device: torch.device, gbps: float) -> None:
-        """`gbps`: of a direction alone."""
+        """`gbps`: bandwidth of one direction alone."""
         self._gbps, host, there = gbps, [], []
         for _ in range(2):
             host.append(torch.zeros(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
@@ -263,7 +263,7 @@ class PinnedCopies:
         self._ends: list[list[torch.cuda.Event]] = []
 
     def start(self, seconds: float) -> None:
-        """Begin copies that last for at least this long."""
+        """Launch copies that last at least this long."""
         count = math.ceil(seconds * self._gbps * 1e9 / PIECE_BYTES)
         self._ends = [[], []]
         for _ in range(count):
@@ -273,7 +273,7 @@ class PinnedCopies:
                 ends.append(stream.record_event())
 
     def finished_bytes(self) -> tuple[int, int]:
-        """Return the bytes that have gone (up, down) since `start`."""
+        """Return the bytes copied (up, down) since `start`."""
         up, down = (sum(end.query() for end in ends) for ends in self._ends)
         return up * PIECE_BYTES, down * PIECE_BYTES
 
@@ -283,8 +283,8 @@ class PinnedCopies:
 
 
 def rates_at_once(copies: PinnedCopies, numel: int) -> dict[str, float]:
-    """Measure Adam of all kernel threads while copies run both ways, and these copies: medians over
-    the rounds, of the copies over all formats."""
+    """Measure Adam with all kernel threads while copies run both ways, and these copies: medians
+    over the rounds; for copies, over all formats."""
     states = STATES if kernels.backend().name == "native" else STATES[:1]
     b = allocate(fitting(numel, available_bytes(), cache_bytes()), states)
     rates, ways = {}, (list[float](), list[float]())
@@ -296,7 +296,7 @@ def rates_at_once(copies: PinnedCopies, numel: int) -> dict[str, float]:
         seconds = []
         for _ in range(ROUNDS):
             copies.start(2 * alone_s)
-            # Some are over while others are launched.
+            # Some copies have already finished while others were launched.
             before, began = copies.finished_bytes(), time.perf_counter()
             update()
             seconds.append(time.perf_counter() - began)
@@ -309,12 +309,12 @@ def rates_at_once(copies: PinnedCopies, numel: int) -> dict[str, float]:
 
 
 def fitting(numel: int, available: int, cache: int, least_bytes: int = INT8_BYTES) -> int:
-    """Return how many parameters are measured: `numel`, or more where the caches would hold them;
+    """Return the number of parameters to measure: `numel`, or more if the caches would hold them;
     halved until the buffers take at most a quarter of the available memory.
 
     Args:
-        cache: bytes of the caches.
-        least_bytes: bytes per parameter of the case that touches the least.
+        cache: total bytes of the caches.
+        least_bytes: bytes per parameter of the case that touches least.
     """
     beyond_caches = -(-CACHES * cache // least_bytes // LEAST_PARAMS) * LEAST_PARAMS
     numel = max(numel, min(beyond_caches, MOST_PARAMS))
@@ -324,11 +324,11 @@ def fitting(numel: int, available: int, cache: int, least_bytes: int = INT8_BYTE
 
 
 def drive_rates(folder: Path) -> DriveRates:
-    """Measure durable writes and, unless the folder is in host memory, moves of state.
+    """Measure durable writes and, unless the folder is in host memory, transfers of state.
 
     Raises:
-        OSError: it cannot be written, or is full.
-        DiskError: the same, of state.
+        OSError: the folder cannot be written, or is full.
+        DiskError: the same, for files of state.
     """
     checkpoints = checkpoint_gbps(folder)
     if kind_of(folder) in IN_MEMORY:
@@ -345,10 +345,10 @@ def drive_rates(folder: Path) -> DriveRates:
 
 
 def checkpoint_gbps(folder: Path) -> float:
-    """Measure durable writes as a checkpoint makes them: past the page cache, several at once.
+    """Measure durable writes as a checkpoint makes them: O_DIRECT, several at once.
 
     Raises:
-        OSError: it cannot be written, or is full.
+        OSError: the folder cannot be written, or is full.
     """
     piece = memoryview(mmap.mmap(-1, PIECE_BYTES))
     piece[:] = os.urandom(PIECE_BYTES)
@@ -366,7 +366,7 @@ def checkpoint_gbps(folder: Path) -> float:
 
 
 def _device_memory(device: torch.device) -> dict[str, Any]:
-    """Return name, size and reserved memory of the GPU, after context and libraries are loaded."""
+    """Return the GPU's name, memory and reserved memory, after context and libraries are loaded."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use = total - free - torch.cuda.memory_reserved(device)
@@ -380,8 +380,8 @@ def _device_memory(device: torch.device) -> dict[str, Any]:
 
 
 def _bus(device: torch.device) -> dict[str, float]:
-    """Measure the links of one GPU, of all together, and between two; a single GPU counts as going
-    through the host."""
+    """Measure the links of one GPU, of all together, and between two; with a single GPU, a
+    GPU-to-GPU link is assumed to go through the host."""
     copies = bandwidth(device)
     rates = {
         "h2d_gbps": copies.h2d_gbps,
@@ -435,4 +435,4 @@ def _gib(nbytes: int) -> str:
 
 
 def _silent(number: int) -> None:
-    """A round is over: nothing is printed."""
+    """Ignore the progress of rounds."""

@@ -1,4 +1,4 @@
-"""The public function `pipeline()`: a model whose layers are divided among processes."""
+"""The public function `pipeline()`, which divides the layers of a model among processes."""
 
 from __future__ import annotations
 
@@ -56,53 +56,55 @@ def pipeline(
     init_in_order: bool = True,
     **options: Unpack[OffloadOptions],
 ) -> Pipeline:
-    """Cut a model into the stages of a pipeline, and offload this process's.
+    """Cut a model into the stages of a pipeline, and offload the stages of this process.
 
-    Afterwards the model holds this process's stage only (its last one): modules of other stages are
-    None, and missing from lists of layers. Its forward must pass its first argument on where they
-    are None, and do nothing else to it outside of layers; a `Sequential` does so. Causal language
-    models of transformers need not: see [Note: Stages of a decoder] in `decoder_stages`; their last
-    stage returns logits, or the loss where `run` gets `labels=`. Each stage gets as many layers as
-    any other, unless `layers_per_stage` says otherwise, the first one also what is registered
-    before the layers, the last one what is registered after them.
+    Afterwards the model holds only this process's (last) stage: modules of other stages are None,
+    and missing from lists of layers. Its forward must pass on its first argument where modules are
+    None, and do nothing else to it outside of layers, as a `Sequential` does. Causal language
+    models of transformers work unchanged: see [Note: Stages of a decoder] in `decoder_stages`.
+    Their last stage returns logits, or the loss if `run` gets `labels=`. All stages get the same
+    number of layers, unless `layers_per_stage` is given. The first stage also gets the modules
+    registered before the layers, and the last stage those registered after them.
 
-    A step has the bits of one process with the same microbatches: gradients are summed microbatch
-    by microbatch, the norm is that of the whole model, and all stages clip and skip together.
+    A step has the same bits as one process with the same microbatches: gradients are summed
+    microbatch by microbatch, the norm is that of the complete model, and all stages clip and skip
+    together.
 
     Args:
-        model: the whole model, the same on every process; best on the meta device, with
-            `param_init_fn`, so that only the stage is ever created.
-        mesh: with an axis "pp", whose ranks hold the stages in order, and "dp", whose ranks share
-            the state of a stage. And "tp", if `parallelize_module` has divided the model's
-            matrices along it, before this call; or "ep", if `expert_parallel` has divided its
+        model: the complete model, the same on every process; preferably on the meta device, with
+            `param_init_fn`, so that only the stage's parameters are created.
+        mesh: has an axis "pp", whose ranks hold the stages in order, and optionally "dp", whose
+            ranks share the state of a stage. It also has "tp" if `parallelize_module` has divided
+            the model's matrices before this call, or "ep" if `expert_parallel` has divided its
             experts.
         rule, params, device, param_init_fn: as in `offload`.
-        example: the inputs of one microbatch of this rank; only shapes and dtypes count.
-        microbatches: of a step, on each replica.
-        loss_fn: (output of the model, target of the microbatch, or None) → loss, the mean over
+        example: the inputs of one microbatch of this rank; only shapes and dtypes are used.
+        microbatches: number of microbatches of a step, on each replica.
+        loss_fn: (output of the model, target of the microbatch or None) → loss, the mean over
             the microbatch. None: the output is the loss.
         schedule: "gpipe": all forwards, then all backwards; "1f1b": fewer microbatches in flight
             (PipeDream-Flush); "interleaved": 1F1B over `stages_per_rank` stages in each process,
-            which makes the bubble shorter; "2bw": no flush between steps, see below.
-        layers_per_stage: the number of layers of each stage, in order: fewer on the last one make
-            up for a large head. (): the same, as far as they divide.
-        init_in_order: `param_init_fn` may draw from one generator, so that it is called for the
-            modules of other stages, too, each of which is then dropped. False: what it fills
-            depends on nothing before it, and it is called for this stage's only.
-        config, options: as in `offload`, all but `process_group`, `mesh` and `grad_accum_steps`.
+            which shortens the bubble; "2bw": no flush between steps, see below.
+        layers_per_stage: number of layers of each stage, in order; fewer layers on the last stage
+            balance a large head. (): equal numbers, as far as possible.
+        init_in_order: True: `param_init_fn` may draw from one generator, so it is also called for
+            modules of other stages, which are then dropped. False: its values depend on no earlier
+            call, and it is called only for this process's stages.
+        config, options: as in `offload`, except `process_group`, `mesh` and `grad_accum_steps`.
 
-    With `schedule="2bw"` (PipeDream-2BW) the next step's forwards follow the last one's without a
-    bubble. The update is that of `update="delayed"` of one process, bit for bit. `run` returns the
-    losses of the step before, NaN at first; `optimizers[0].last_step` is the last step that was
-    decided. `drain()` ends what is in flight, and is needed before weights or state are read.
-    Stages but the last hold a second version of their weights on the device, of streamed blocks on
-    the host; stages but the first a second sum of gradients on the host. It needs at least as many
-    microbatches as stages.
+    With `schedule="2bw"` (PipeDream-2BW) the forwards of the next step follow without a bubble. The
+    update equals `update="delayed"` of one process, bit for bit. `run` returns the losses of the
+    previous step, NaN at first; `optimizers[0].last_step` is the last decided step. `drain()`
+    finishes all work in flight, and must be called before weights or state are read. All stages
+    except the last store a second version of their weights on the device (on the host for streamed
+    blocks); all except the first store a second sum of gradients on the host. The schedule needs at
+    least as many microbatches as stages.
 
     Raises:
-        PipelineError: a model that cannot be cut so, or numbers that the schedule cannot divide.
+        PipelineError: the model cannot be cut into these stages, or the schedule cannot divide the
+            numbers.
         RankError: processes have different models, options or schedules.
-        ModelError, HostMemoryError, DeviceMemoryError, ValueError, TypeError: as `offload`.
+        ModelError, HostMemoryError, DeviceMemoryError, ValueError, TypeError: as in `offload`.
     """
     check_arguments(model, rule)
     _check_schedule(schedule, stages_per_rank)
@@ -176,7 +178,7 @@ def _check_schedule(schedule: str, stages_per_rank: int) -> None:
 
 
 def _with_microbatches(config: OffloadConfig, microbatches: int) -> OffloadConfig:
-    """Return the options, whose number of microbatches is the schedule's."""
+    """Return the options with the schedule's number of microbatches as `grad_accum_steps`."""
     if config.grad_accum_steps not in (1, microbatches):
         raise ValueError(
             f"grad_accum_steps = {config.grad_accum_steps} and microbatches = {microbatches}: "
@@ -186,10 +188,10 @@ def _with_microbatches(config: OffloadConfig, microbatches: int) -> OffloadConfi
 
 
 def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
-    """Return the options of a pipeline without flushes.
+    """Return the options for a pipeline without flushes.
 
     Raises:
-        PipelineError: options that do not go with it.
+        PipelineError: an option is not supported without flushes.
     """
     refused = {
         f"update = {chosen.update!r}": chosen.update not in ("exact", "delayed"),
@@ -212,7 +214,7 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
 def _check_same(
     axes: Mesh, model: nn.Module, inputs: Sequence[Tensor], schedule: list[Any]
 ) -> None:
-    """Raises RankError unless all stages, and the parts of each, are cut out of one model, for one
+    """Raise RankError unless all stages and their parts pass the same model, example and
     schedule."""
     shapes = [(name, list(param.shape)) for name, param in model.named_parameters()]
     description = {"example": _described(inputs), "schedule": schedule, "model": shapes}
@@ -231,9 +233,9 @@ def _own_stages(
     config: OffloadConfig,
     inputs: Sequence[Tensor],
 ) -> tuple[list[nn.Module], WholeForward | None]:
-    """Cut this process's stages out of the model; all but the last one are copies that share its
-    parameters. And return what its own forward did; None for models of transformers, whose stages
-    are compared here."""
+    """Cut this process's stages out of the model; all except the last are copies that share its
+    parameters. Also return the record of the undivided forward; None for transformers models, whose
+    stages are compared here."""
     count = axes.stages.size * per_rank
     of_stages = divide(model, count, layers_per_stage)
     check_alone(of_stages, config, axes.replicas.size)
@@ -257,11 +259,11 @@ def _shapes(
     config: OffloadConfig,
     whole_forward: WholeForward | None,
 ) -> list[tuple[Tensor, ...]]:
-    """Return the inputs of every stage, and a scalar for the output of the last.
+    """Return the inputs of every stage, followed by a scalar, the output of the last stage.
 
     Raises:
-        PipelineError: a stage's forward fails, or does something else than the whole model's; on
-            every stage.
+        PipelineError: the forward of a stage fails, or computes something other than that of the
+            undivided model; raised on every stage.
     """
     shapes, count = [_on_meta(_described(inputs))], stages.size * len(modules)
     for index in range(count):
@@ -274,7 +276,7 @@ def _shapes(
                     whole_forward.check(stage, index, shapes[-1])
             except PipelineError as error:
                 failure = str(error)
-        # Each stage waits here for the shapes that the one before it makes.
+        # Each stage waits here for the output shapes of the previous stage.
         described, failure = stages.gather((described, failure))[index % stages.size]
         if failure:
             raise PipelineError(f"stage {index}: {failure}")
@@ -303,7 +305,7 @@ def _on_meta(described: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _listed(group: Any) -> Any:
-    """Return a group, or a parameter, that can be read for each stage."""
+    """Return a parameter group, or a parameter, that can be read once per stage."""
     if isinstance(group, dict):
         return group | {"params": listed(group["params"])}
     return group[1] if isinstance(group, tuple) else group
@@ -312,8 +314,8 @@ def _listed(group: Any) -> Any:
 def _own_groups(
     groups: Sequence[Any] | None, module: nn.Module
 ) -> list[nn.Parameter] | list[dict[str, Any]] | None:
-    """Return the groups without other stages' parameters. One that is empty then stays: numbers of
-    groups are the same in every stage."""
+    """Return the groups without parameters of other stages. Groups that become empty are retained,
+    so that group indices are equal in every stage."""
     if groups is None:
         return None
     stage_params = set(module.parameters())

@@ -1,14 +1,14 @@
-"""Whether a decoder of transformers in stages computes what the whole one does: tried, not read.
+"""Runs a transformers decoder undivided and in stages, and compares the results.
 
 [Note: A decoder without weights]
-Everything that has weights is replaced: layers and norms by a product and a sum, embeddings and
-head by fixed functions. What is left of the model is its own code around them. That runs once as a
-whole and once in the very stages that are asked for, each cut by the same function as the real
-ones. Every stand-in notes what it gets. If layers get the same in both, to the bit, and logits are
-the same, then whatever the layers do to their input, stages do the same: provided that nothing goes
-from layer to layer but hidden states, which is why a cache, a dictionary, or any other object that
-one layer could fill for the next is refused. It runs on the host, and takes little time, as it
-multiplies no matrices.
+Every module with weights is replaced: layers and norms by a product and a sum, embeddings and head
+by fixed functions. Only the model's code around them remains. It runs once undivided and once in
+the requested stages, which are cut by the function that cuts the real ones. Every stand-in records
+its arguments. If layers get equal arguments in both runs, to the bit, and the logits are equal,
+then stages compute the same as the undivided model, whatever the layers do to their input. This
+holds only if nothing but hidden states passes from layer to layer, so a cache, a dictionary, or
+any other object that a layer could fill for the next is refused. The runs are on the host and
+take little time, as they multiply no matrices.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Call = tuple[str, Any, Any]
 
 
 class _Noting(nn.Module):
-    """In the place of a module with weights: notes what it gets."""
+    """Stand-in for a module with weights; records its arguments."""
 
     note: Callable[[Any, Any], None]
 
     def __init__(self, name: str, number: int, calls: list[Call], sizes: tuple[int, ...]) -> None:
-        """`calls`: gets (name, args, kwargs) of every call. `sizes`: of the weights that the module
-        stands for."""
-        nn.Module.__init__(self)  # and not that of the class that it stands for
+        """`calls`: gets (name, args, kwargs) of every call. `sizes`: shape of the first weight of
+        the replaced module."""
+        nn.Module.__init__(self)  # not the constructor of the replaced module's class
         self.number, self.sizes = number, sizes
-        # It owns an element, as that which it stands for owns weights.
+        # A parameter, so that it counts as a module with weights, as the replaced one does.
         self.register_parameter("weight", nn.Parameter(torch.zeros(1)))
         self.note = lambda args, kwargs: calls.append((name, args, kwargs))
 
@@ -54,7 +54,7 @@ class _Noting(nn.Module):
 
 
 class _NotingEmbedding(_Noting, nn.Embedding):
-    """The same for what embeds tokens or positions."""
+    """Stand-in for an embedding of tokens or positions."""
 
     def made(self, x: Tensor) -> Tensor:
         return torch.sin((x[..., None] + 1.0) * (torch.arange(self.sizes[-1]) + 1.0))
@@ -67,10 +67,10 @@ class _NotingHead(_Noting):
 
 @torch.no_grad()
 def check_stages(model: Any, stages: Sequence[Sequence[Part]]) -> None:
-    """Run the model without its weights, whole and in stages.
+    """Run the model without its weights, undivided and in stages, and compare.
 
     Raises:
-        PipelineError: its structure is not known here, or stages would compute something else.
+        PipelineError: the model's structure is unknown, or stages would compute something else.
     """
     parts = [part for stage in stages for part in stage]
     check_decoder(model, parts)
@@ -80,7 +80,7 @@ def check_stages(model: Any, stages: Sequence[Sequence[Part]]) -> None:
         calls, stage_logits = _run(model, parts, stages)
     except ValueError as error:
         raise refused(model, f"{error}") from error
-    except Exception as error:  # whatever its code says of modules that are not its own
+    except Exception as error:  # the model's code may raise anything at stand-ins
         raise refused(model, f"without its weights its forward fails ({error})") from error
     if [name for name, *_ in calls] != [name for name, *_ in whole_calls]:
         raise refused(model, "in stages its modules are called in another order")
@@ -94,14 +94,14 @@ def check_stages(model: Any, stages: Sequence[Sequence[Part]]) -> None:
 def _run(
     model: Any, parts: Sequence[Part], stages: Sequence[Sequence[Part]]
 ) -> tuple[list[Call], Tensor]:
-    """Return all calls of parts, and the logits; no stages: of the model as a whole."""
+    """Return all calls of parts, and the logits. Without stages, run the undivided model."""
     calls: list[Call] = []
     vocab = head_of(model).weight.shape[0]
     tokens = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS) % vocab
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     if padding is not None:
-        # Masks that a forward makes of its tokens are not those of hidden states. Not at an end,
-        # where transformers would warn of it.
+        # The mask that a forward derives from tokens differs from that of hidden states. The
+        # padding is not at an end, where transformers would warn about it.
         tokens = torch.where(tokens == padding, (padding + 1) % vocab, tokens)
         tokens[:, 2] = padding
     with torch.random.fork_rng(devices=[]):
@@ -117,7 +117,7 @@ def _run(
 
 
 def _without_weights(model: Any, parts: Sequence[Part], calls: list[Call]) -> Any:
-    """Copy the model; its parts are replaced by modules that only note their calls."""
+    """Copy the model with its parts replaced by modules that only record their calls."""
     embeddings, head = model.get_input_embeddings(), head_of(model)
     memo: dict[int, Any] = {}
     for number, part in enumerate(parts):
@@ -141,7 +141,8 @@ def _on_host(buffer: Tensor) -> Tensor:
 
 
 def _check_calls(model: Any, parts: Sequence[Part], calls: Sequence[Call]) -> None:
-    """Raises ValueError unless each part is called once, those before the layers before them."""
+    """Raise ValueError unless each part is called once, and layers in order, after earlier
+    parts."""
     called = [name for name, *_ in calls]
     layers = [part.name for part in parts if part.repeated]
     first = next(number for number, part in enumerate(parts) if part.repeated)

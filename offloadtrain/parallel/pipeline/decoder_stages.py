@@ -1,16 +1,16 @@
-"""A decoder of transformers cut into the stages of a pipeline, by its own interface: this module
-imports nothing of transformers.
+"""Cuts a transformers decoder into pipeline stages through its own interface, without an import of
+transformers.
 
 [Note: Stages of a decoder]
-Its forward does not pass over missing modules, and asks for its layers by number: for their kind of
-attention, their mask, their place in a cache. So the list of layers keeps its length. In the place
-of a layer that another stage holds stands a module that passes its input on, and so do those for a
-missing final norm and for dropout after the embedding. The first stage gets tokens; the others get
-hidden states as `inputs_embeds`, which enter after the embedding and whatever scales it. A stage
-without the head calls the base model alone: what the whole forward does to its input or to logits
-(a cap, a scale) is left to the last one.
-That this is the same computation is not taken from names: `decoder_probe` runs the forward of the
-model, whole and in these stages, over stand-ins for everything that has weights.
+The decoder's forward fails at missing modules, and looks up properties of a layer by its index:
+kind of attention, mask, place in a cache. So the list of layers keeps its length. A layer of
+another stage is replaced by a module that passes its input on, as are a missing final norm and the
+dropout after the embedding. The first stage gets tokens; the others get hidden states as
+`inputs_embeds`, which enter after the embedding and its scale. A stage without the head calls only
+the base model; what the model's forward does to hidden states or logits after it (a cap, a scale)
+is left to the last stage.
+Module names do not prove that this is the same computation: `decoder_probe` runs the forward of
+the model, undivided and in these stages, with stand-ins for all modules with weights.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from offloadtrain.engine.partition import Part, remember_layers
 from offloadtrain.parallel.pipeline.stage_modules import StandIn, cut
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
-"""Arguments that only the stage with the head takes."""
+"""Arguments that only the stage with the head accepts."""
 
 
 class PassOn(StandIn):
-    """In the place of another stage's module: its output is its first input."""
+    """Stand-in for a module of another stage; returns its first input."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden
 
 
 class AddsNothing(StandIn):
-    """In the place of another stage's embedding of positions, whose output is added to the hidden
-    states: they have it already."""
+    """Stand-in for an embedding of positions in another stage. The model adds its output to hidden
+    states, which already include the positions."""
 
     def forward(self, *_: Any, **__: Any) -> _Nothing:
         return _Nothing()
 
 
 class _Nothing:
-    """What a sum leaves out: adding zeros would turn -0 into 0, and 16 bits into 32."""
+    """Neutral operand of a sum: adding zeros would turn -0 into 0, and 16 bits into 32."""
 
     def to(self, *_: Any, **__: Any) -> _Nothing:
         return self
@@ -61,13 +61,13 @@ class _Nothing:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, or PEFT's around one."""
+    """Return True if it is a model of transformers, or a PEFT wrapper around one."""
     of_class = getattr(type(model), "base_model_prefix", None)
     return isinstance(of_class, str) or hasattr(model, "get_base_model")
 
 
 def check_decoder(model: Any, parts: Sequence[Part]) -> None:
-    """Raises PipelineError for a model of transformers of whose structure nothing is known here."""
+    """Raise PipelineError for a transformers model of an unsupported structure."""
     name = type(model).__name__
     if hasattr(model, "get_base_model"):
         raise PipelineError(
@@ -81,7 +81,7 @@ def check_decoder(model: Any, parts: Sequence[Part]) -> None:
         "it has an encoder and a decoder": bool(config.is_encoder_decoder),
         "it has no head of its own (get_output_embeddings() is None)": head_of(model) is None,
         f"it has several lists of layers ({', '.join(sorted(lists))})": len(lists) != 1,
-        # They would be added up over the layers of all stages.
+        # Its terms would have to be summed over the layers of all stages.
         "its loss balances experts (config.output_router_logits = True)": bool(
             getattr(config.get_text_config(), "output_router_logits", False)
         ),
@@ -106,9 +106,9 @@ def head_of(model: Any) -> Any:
 def cut_decoder(
     model: Any, own: Sequence[str], parts: Sequence[Part], *, index: int, count: int
 ) -> None:
-    """Put stand-ins into the place of all other parts than `own`, and make the forward that of this
-    stage: it takes tokens or hidden states, and returns hidden states or, the last one, logits; its
-    loss where it gets `labels`."""
+    """Replace all parts not in `own` by stand-ins, and set the forward of this stage: it takes
+    tokens or hidden states, and returns hidden states. The last stage returns logits, or its loss
+    if it gets `labels`."""
     embedding, base = model.get_input_embeddings(), model.base_model
     inside = {id(module) for module in base.modules()}
     first_layer = next(number for number, part in enumerate(parts) if part.repeated)
@@ -125,12 +125,13 @@ def cut_decoder(
         model.get_submodule(path)._modules[key] = stand_in
     holder = model.get_submodule(_list_of(parts).rpartition(".")[0])
     _pass_over_others(holder, is_first=index == 0, is_last=index == count - 1)
-    # No method, so that a copy of the model has that of the copy.
+    # A partial, not a method: a copied model must call the copy.
     setattr(model, "forward", partial(_forward, model, index, count))  # noqa: B010
 
 
 def cut_stage(model: nn.Module, stages: Sequence[Sequence[Part]], index: int) -> None:
-    """Keep one of the stages of `divide`, of this model or of another model of its class."""
+    """Reduce the model to one of the stages of `divide`, computed from it or another model of its
+    class."""
     every, stage_names = (
         [part for parts in stages for part in parts],
         [part.name for part in stages[index]],
@@ -148,7 +149,7 @@ def _list_of(parts: Sequence[Part]) -> str:
 
 def _pass_over_others(holder: nn.Module, *, is_first: bool, is_last: bool) -> None:
     """Skip modules without weights that belong to the first or the last stage: dropout before the
-    layers, and a norm without weights after them. Rotary embeddings have buffers."""
+    layers, and a norm without weights after them. Rotary embeddings remain: they have buffers."""
     after_layers = False
     for key, child in list(holder.named_children()):
         after_layers = after_layers or isinstance(child, nn.ModuleList)
@@ -165,7 +166,7 @@ def _forward(model: Any, index: int, count: int, stage_input: Tensor, **kwargs: 
     if index < count - 1:
         named |= {key: value for key, value in kwargs.items() if key not in _OF_THE_LOSS}
         if "output_router_logits" in signature(type(model).forward).parameters:
-            named["output_router_logits"] = False  # as `check_decoder` has seen
+            named["output_router_logits"] = False  # as in the config, see `check_decoder`
         hidden: Tensor = model.base_model(**named).last_hidden_state
         return hidden
     out = type(model).forward(model, **named, **kwargs)
@@ -174,7 +175,7 @@ def _forward(model: Any, index: int, count: int, stage_input: Tensor, **kwargs: 
 
 
 def check_dtype(stage: nn.Module, outputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Raises PipelineError for hidden states wider than weights: of a model of 16-bit weights such
-    inputs are cast at its first layer, and those between its layers are not."""
+    """Raise PipelineError for hidden states that are wider than the weights: a model with 16-bit
+    weights casts such inputs at its first layer, but not between its layers."""
     for wide in (x.dtype for x in outputs if x.dtype != dtype):
         raise refused(stage, f"with weights of {dtype} hidden states between layers are {wide}")

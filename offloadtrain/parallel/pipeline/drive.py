@@ -1,4 +1,4 @@
-"""The program of one stage of a pipeline, driven without a model in the order of a schedule."""
+"""Runs the program of a pipeline stage in the order of a schedule, without a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from offloadtrain.step.program.updates import Decision
 from offloadtrain.step.proof.drive import Inputs, backward, forward
 
 SQUARES = "squares"
-"""Owner of the launch that marks where a stage knows its own part of the norm."""
+"""Owner of the launch that marks when a stage knows the squares of its parameters."""
 
 
 class Turn(NamedTuple):
     """A microbatch on a stage, or the end of a step.
 
     Attributes:
-        number: of the microbatch, counted through all steps; of a step's end, the step's.
+        number: index of the microbatch, or at the end of a step index of the step; counted over all
+            steps.
     """
 
     kind: Literal["forward", "backward", "squares", "decide"]
@@ -32,7 +33,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageTurn:
-    """A turn, and the launches of the stage that are its first and its last on compute."""
+    """A turn, with the indices of its first and last compute launch in the stage."""
 
     turn: Turn
     first: int
@@ -49,7 +50,7 @@ class OfStage(NamedTuple):
 def rank_order(
     schedule: Schedule, rank: int, ranks: int, per_rank: int, microbatches: int, steps: int
 ) -> Iterator[OfStage]:
-    """Yield what a rank of a pipeline does with its stages, as `parallel.pipeline.schedule` runs
+    """Yield the turns of a rank's stages in the order in which `parallel.pipeline.schedule` runs
     them."""
     if per_rank == 1:
         turns = order(schedule, rank, ranks, microbatches, steps)
@@ -64,8 +65,8 @@ def rank_order(
 
 
 def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Iterator[OfStage]:
-    """Yield the forwards and backwards of a step of interleaved 1F1B, in torch's order: rounds of
-    as many microbatches as there are ranks, in each of them stage after stage."""
+    """Yield forwards and backwards of a step of interleaved 1F1B in torch's order: in rounds of as
+    many microbatches as there are ranks, each of which passes through all stages of the rank."""
     each = microbatches // max(1, microbatches // ranks)
     total = per_rank * microbatches
     ahead = min((per_rank - 1) * each + 2 * (ranks - 1 - rank), total)
@@ -86,7 +87,7 @@ def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Ite
 
 
 def in_flight(schedule: Schedule, stage: int, stages: int, per_rank: int, microbatches: int) -> int:
-    """Return the microbatches whose activations a stage holds at once."""
+    """Return the largest number of microbatches whose activations a stage holds at a time."""
     ranks = stages // per_rank
     steps, most, now = 2 if schedule == NO_FLUSH else 1, 0, 0
     for turn_stage, turn in rank_order(
@@ -101,7 +102,7 @@ def in_flight(schedule: Schedule, stage: int, stages: int, per_rank: int, microb
 def order(
     schedule: Schedule, stage: int, stages: int, microbatches: int, steps: int
 ) -> Iterator[Turn]:
-    """Yield what the only stage of a rank does."""
+    """Yield the turns of a rank with a single stage."""
     if schedule == NO_FLUSH:
         yield from _without_flush(stage, stages, microbatches, steps)
         return
@@ -118,7 +119,8 @@ def order(
 
 
 def _without_flush(stage: int, stages: int, microbatches: int, steps: int) -> Iterator[Turn]:
-    """A step is decided before forward `stages` - 1 of the next one: `steps` says why."""
+    """Yield turns without flushes. Forward `stages` - 1 of a step follows the decision on the
+    previous step: see [Note: Without a flush] in `steps`."""
     ahead = stages - stage
     for number in range(steps * microbatches):
         step, in_step = divmod(number, microbatches)
@@ -139,10 +141,11 @@ def stage_steps(
     steps: int,
     input_bytes: int = 0,
 ) -> tuple[Operations, list[StageTurn]]:
-    """Return the operations of a stage's first steps, and where its turns are in its launches.
+    """Return the operations of a stage's first steps, and the position of its turns in its
+    launches.
 
     Args:
-        input_bytes: see `drive.steps`.
+        input_bytes: as in `drive.steps`.
     """
     driven = Driven(program, schedule, input_bytes)
     turns = order(schedule, stage, stages, program.spec.config.grad_accum_steps, steps)
@@ -150,10 +153,10 @@ def stage_steps(
 
 
 class Driven:
-    """A stage's program and what it has answered.
+    """Drives a stage's program and records its operations.
 
     Attributes:
-        launches: among the operations so far.
+        launches: number of launches in `operations`.
     """
 
     def __init__(self, program: Program, schedule: Schedule, input_bytes: int) -> None:
@@ -166,7 +169,8 @@ class Driven:
         self._micro_steps = program.spec.config.grad_accum_steps
         self._readings = readings_of(program.spec.blocks)
         self._versions: dict[int, int] = {}
-        """Microbatch between forward and backward → the weights that its forward has read."""
+        """Microbatch between forward and backward → version of the weights that its forward
+        read."""
 
     def take(self, turn: Turn) -> StageTurn:
         """Report the events of a turn to the program."""

@@ -1,5 +1,5 @@
-"""A rank's stages of a pipeline as the trainer sees them: a whole step at once, and losses on every
-rank."""
+"""A rank's pipeline stages as a `LanguageModel`: the trainer runs a complete step at once, and
+every rank gets the losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from offloadtrain.parallel.tensor.own_model import divided, initializer
 
 @dataclass(frozen=True, slots=True)
 class PipelinedModel:
-    """This rank's stages, and the others after them, as a `LanguageModel`."""
+    """This rank's pipeline stages as a `LanguageModel`."""
 
     pipeline: Pipeline
     stages: Sequence[Stage]
@@ -40,10 +40,10 @@ class PipelinedModel:
         return self.pipeline.module
 
     def run(self, batches: Sequence[Batch], divisor: float | None) -> Tensor:
-        """Forward and backward of a step; returns (microbatches,) fp32 losses on the host.
+        """Run forward and backward of a step; return (microbatches,) fp32 losses on the host.
 
         Args:
-            batches: its microbatches, the same on every stage.
+            batches: its microbatches, equal on every stage.
             divisor: see `losses.loss_divisor`.
         """
         columns = zip(*batches, strict=True)
@@ -60,7 +60,7 @@ class PipelinedModel:
         positions_BT: Tensor | None = None,
         divisor: float | None = None,
     ) -> Tensor:
-        """Return the loss without gradients, on every stage; see `LanguageModel.loss`."""
+        """Return the loss without gradients, equal on every stage; see `LanguageModel.loss`."""
         with torch.no_grad():
             more = self._more(targets_BT, positions_BT, divisor, 1)
             return self.pipeline.evaluate(tokens_BT, **more)
@@ -72,15 +72,15 @@ class PipelinedModel:
         divisor: float | None,
         microbatches: int,
     ) -> dict[str, Any]:
-        """Return what the forward of every stage here gets besides its first argument; without a
-        head it makes no loss of the targets."""
+        """Return the keyword arguments of the stages' forwards. Only the last stage, which has the
+        head, gets targets."""
         more: dict[str, Any] = {"positions_BT": positions_BT}
         if self.stages[-1].is_last:
             more |= {"targets_BT": targets_BT, "divisor": divisor}
         return {name: value for name, value in more.items() if value is not None}
 
     def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
-        """Refused: no process holds the whole model."""
+        """Raise ConfigError: no process holds the complete model."""
         raise ConfigError(
             f"{names_of(self.stages)} cannot generate text: use offloadtrain generate RUN, which "
             "loads the whole model from a checkpoint"
@@ -89,26 +89,26 @@ class PipelinedModel:
 
 @dataclass(slots=True)
 class CausalLoss:
-    """The loss of the last stage of a model of transformers, as `CausalLm.loss` makes it.
+    """Loss of the last stage of a transformers model, equal to `CausalLm.loss`.
 
     Attributes:
-        divisor: of the batch that runs, see `losses.loss_divisor`.
+        divisor: divisor for the current batch, see `losses.loss_divisor`.
     """
 
     divisor: float | None = None
 
     def __call__(self, output: Tensor, targets_BT: Tensor) -> Tensor:
-        if output.ndim == 0:  # made by the model, in parts
+        if output.ndim == 0:  # the model computed the loss, in chunks
             return output
         return cross_entropy(output.flatten(0, 1), targets_BT.flatten(), self.divisor)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinedCausalLm(PipelinedModel):
-    """The same for a model of transformers.
+    """A rank's stages of a transformers model as a `LanguageModel`.
 
     Attributes:
-        chunked: in training it computes its loss itself, in parts.
+        chunked: in training the model computes its loss itself, in chunks.
     """
 
     of_logits: CausalLoss
@@ -140,12 +140,12 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 def offload_own_stages(
     config: Config, shape: ModelShape, terms: LossTerms | None, mesh: Mesh, device: torch.device
 ) -> PipelinedModel:
-    """Build the shipped transformer without memory, and offload this rank's stages.
+    """Build the shipped transformer without allocating it, and offload this rank's stages.
 
     Args:
-        config: the rank's part of the job; its `stage` is the first of them.
-        shape: of the whole model.
-        terms: those of a loss in parts; None: whole logits.
+        config: the rank's part of the job; its `stage` is the rank's first stage.
+        shape: shape of the complete model.
+        terms: computes the loss in chunks; None: the loss is computed from all logits.
     """
     model = divided(shape, mesh)
     model.chunked_loss = terms
@@ -157,7 +157,7 @@ def offload_own_stages(
 
 
 def stages_of(config: Config, num_layers: int) -> Sequence[Stage]:
-    """Return the stages of this rank's part of a job. `num_layers`: of the whole model."""
+    """Return the stages of this rank. `num_layers` counts the layers of the complete model."""
     assert config.stage is not None
     return held_stages(config.ranks, config.stage.index, num_layers)
 
@@ -165,7 +165,7 @@ def stages_of(config: Config, num_layers: int) -> Sequence[Stage]:
 def job_pipeline(
     model: nn.Module, config: Config, mesh: Mesh, device: torch.device, **more: Any
 ) -> Pipeline:
-    """Divide a model with the options of its job. `more`: further arguments of `pipeline`."""
+    """Divide a model with the options of its job. `more`: more arguments of `pipeline`."""
     shape = (config.train.micro_batch, config.data.seq_len)
     return pipeline(
         model,

@@ -1,14 +1,14 @@
-"""Whether the stages of a model with a forward of its own compute what the whole one does.
+"""Checks that the stages of a model with its own forward compute what the undivided model does.
 
 [Note: Code outside of layers]
-Every stage runs the forward of the whole model, with other stages' modules left out. Code of its
-own runs in all of them: a scale or a dropout after the embedding, an activation after the last
-layer, a number that counts layers from 0. That would train without a word, and wrong. So the
-forward runs on the meta device, whole and in each stage, and layers are watched. Where one gets the
-very tensor that the layer before it has returned, it must get the very tensor that its stage was
-given, which must be the one that the layer before it has returned in its own stage. Numbers and
-flags that layers get must be the same. What a forward computes between all layers on tensors is
-not judged: the same code runs at the same place of each stage, unless it counts layers.
+Every stage runs the forward of the model with other stages' modules left out. Code outside of
+layers runs in all stages: a scale or a dropout after the embedding, an activation after the last
+layer, a counter of layers that starts at 0. Such a model would train without an error, but wrong.
+So the forward runs on the meta device, undivided and in each stage, with hooks on the layers. If a
+layer of the undivided model gets exactly the tensor that the previous layer returned, then in its
+stage it must get exactly the stage's input, and that input must be what the previous layer returned
+in its own stage. Numbers and flags that layers get must be equal. Computation on tensors between
+layers is not checked: the same code runs at the same place of each stage, unless it counts layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offloadtrain.engine.partition import Part
 from offloadtrain.parallel.pipeline.stage_modules import twin_of
 
 _Seen = list[tuple[Any, int]]
-"""Leaves of arguments or outputs; of tensors with the number of writes to them so far."""
+"""Leaves of arguments or outputs; tensors with their version counter, other leaves with 0."""
 
 _REMEDY = (
     "A model's forward runs in every stage, with dropout and other modules without weights: what "
@@ -38,7 +38,7 @@ _REMEDY = (
 
 
 class _Calls:
-    """Watches the layers of a model on the meta device."""
+    """Records the arguments and outputs of a model's layers on the meta device."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self.order: list[str] = []
@@ -58,7 +58,7 @@ class _Calls:
 
 
 class WholeForward:
-    """What the layers of a model get and return, before it is cut."""
+    """Arguments and outputs of a model's layers, recorded before the model is cut."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class WholeForward:
     ) -> None:
         """
         Args:
-            inputs: of the model, on the meta device.
+            inputs: inputs of the model, on the meta device.
 
         Raises:
-            PipelineError: it calls its layers in another order than stages would.
+            PipelineError: its forward calls layers in an order that stages cannot follow.
         """
         self._config = config
         self._stages = [[part.name for part in parts if part.repeated] for parts in stages]
         self._layers = [name for names in self._stages for name in names]
         self._calls, _ = self._run(model, inputs, until=self._stages[-1][0])
         called = self._calls.order
-        # Of layers whose forward is called by another way nothing is known.
+        # Layers that are called without hooks (`layer.forward(…)`) are missing here.
         if called != [name for name in self._layers if name in called]:
             raise PipelineError(
                 f"its forward calls layers in the order {', '.join(called)}: stages call each of "
@@ -89,7 +89,7 @@ class WholeForward:
     def check(self, stage: nn.Module, index: int, inputs: tuple[Tensor, ...]) -> None:
         """
         Args:
-            inputs: of the stage, on the meta device.
+            inputs: inputs of the stage, on the meta device.
 
         Raises:
             PipelineError: the stage would compute something else.
@@ -126,8 +126,8 @@ class WholeForward:
                     )
 
     def _passed_on(self, before: str, layer: str) -> list[tuple[int, int]]:
-        """Return (place in the layer's arguments, number of the output before) of what the whole
-        model's forward passes on as it is."""
+        """Return pairs (place in the layer's arguments, place in the previous layer's output) of
+        tensors that the model's forward passes on unchanged."""
         returned = self._calls.returned.get(before, [])
         pairs = []
         for place, argument in enumerate(self._calls.got.get(layer, ())):
@@ -139,13 +139,13 @@ class WholeForward:
     def _run(
         self, model: nn.Module, inputs: tuple[Tensor, ...], until: str | None
     ) -> tuple[_Calls, _Seen]:
-        """`until`: the forward may fail once it has entered this layer."""
+        """Run the forward. It may fail after it has entered the layer `until`."""
         meta_model = twin_of(model, self._config, "meta")
         calls = _Calls(meta_model, self._layers)
         try:
             return calls, _leaves_with_versions(meta_model(*inputs))
         except Exception as error:
-            # The last stage may look at values, and its forward has never been run without them.
+            # The last stage may read values (a loss), which the meta device does not have.
             if until is None or until not in calls.got:
                 raise PipelineError(
                     f"its forward fails on the meta device: {error}. Tensors that it makes belong "
@@ -168,7 +168,7 @@ def _is_among(leaf: tuple[Any, int], leaves: _Seen) -> bool:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both are one tensor, or views of the same elements."""
+    """Return True if both are one tensor, or views of the same elements."""
     if tensor is other:
         return True
     if type(tensor) is not Tensor or type(other) is not Tensor or tensor.shape != other.shape:

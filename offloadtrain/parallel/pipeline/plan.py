@@ -1,8 +1,8 @@
-"""The plan of a rank that has one stage of a pipeline, or several, and how many layers each gets.
+"""The plan of a rank with one or more pipeline stages, and the division of layers among stages.
 
-All stages should compute for about as long. The last stage has the head in addition to its layers:
-with a large vocabulary the head takes as long as several layers. Since every stage waits for the
-slowest, the last one gets fewer layers.
+All stages should compute for about the same time. The last stage has the head in addition to its
+layers, and with a large vocabulary the head takes as long as several layers. Every stage waits for
+the slowest, so the last one gets fewer layers.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.times import Prediction, predict
 
 LEAST = 2
-"""Layers of a stage."""
+"""Minimum number of layers of a stage."""
 
 _Division: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""(the longest stage, the sum of squares, layers of each): of two, the smaller one is better."""
+"""(slowest stage's time, sum of squared times, layers of each stage); smaller is better."""
 
 
 @dataclass(frozen=True)
 class PipelinePlan(Plan):
-    """The memory and the step of one rank of a pipeline.
+    """Memory and step time of one rank of a pipeline.
 
     Attributes:
-        placed: the first of the rank's stages.
-        others: the other stages of the rank.
-        stages: of all ranks.
+        placed: the rank's first stage.
+        others: the rank's other stages.
+        stages: the stages of all ranks.
     """
 
     others: tuple[Placement, ...] = ()
@@ -58,7 +58,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def pipeline(self) -> PipelineTimes:
-        """The step of all stages."""
+        """Times of a step on all stages."""
         return pipeline_times(self.stages, self.machine, self.job.ranks.schedule)
 
     @cached_property
@@ -74,7 +74,8 @@ class PipelinePlan(Plan):
         return ((), *divisions_from(evenly(sum(layers), len(layers)), layers))
 
     def stage_lines(self) -> Iterator[str]:
-        """Yield what each stage computes, how long it waits, and what it sends on."""
+        """Yield a line for each stage: compute time, bubble, and what it sends to the next
+        stage."""
         times = self.pipeline
         for number, busy in enumerate(times.compute_s):
             line = (
@@ -92,12 +93,12 @@ class PipelinePlan(Plan):
 
 
 def times_of(plan: Plan) -> PipelineTimes | None:
-    """Return the step of all stages; None: the plan is of a model in one piece."""
+    """Return the times of a step on all stages; None if the model is not divided into stages."""
     return plan.pipeline if isinstance(plan, PipelinePlan) else None
 
 
 def stages_of(plan: Plan) -> tuple[Placement, ...]:
-    """Return all stages of the model."""
+    """Return the placements of all stages of the model."""
     return plan.stages if isinstance(plan, PipelinePlan) else plan.placements
 
 
@@ -114,13 +115,13 @@ def plan_stages(
     """Plan the stages of a job.
 
     Args:
-        part: the rank's part of the batch.
-        shards: ranks that share a copy of the state of a stage.
-        copies: the number of such groups.
-        rank: the rank of the pipeline to plan; None: the one that needs the most memory.
+        part: the job with the rank's part of the batch.
+        shards: number of ranks that share a copy of a stage's state.
+        copies: number of copies of a stage's state.
+        rank: rank of the pipeline to plan; None: the rank that needs the most memory.
 
     Raises:
-        PlanError: as `place`.
+        PlanError: as in `place`.
     """
     ranks, count = job.ranks.pipeline, job.ranks.stages
     placed = [
@@ -150,7 +151,7 @@ def balanced(stages: Sequence[Placement], machine: Machine) -> tuple[int, ...]:
     """Return the number of layers per stage that minimizes the compute time of the slowest stage.
 
     Args:
-        stages: the stages of a pipeline, with the layers divided in any way.
+        stages: stages of a pipeline, with any division of layers.
     """
     before, layers, after = 0, list[int](), 0
     for stage in stages:
@@ -170,18 +171,19 @@ def balanced(stages: Sequence[Placement], machine: Machine) -> tuple[int, ...]:
 
 
 def divided(layers: Sequence[int], before: int, after: int, stages: int) -> tuple[int, ...]:
-    """Divide layers so that the stage that takes longest takes least; of several such divisions,
-    the one whose stages differ least, and then with fewer layers on the first stages, which hold
+    """Divide layers so that the slowest stage takes least time. Among equal divisions, choose the
+    one whose stages differ least, then the one with fewer layers on the first stages, which hold
     the activations of more microbatches.
 
     Args:
-        layers: nanoseconds of each.
-        before, after: nanoseconds of the first stage before its layers, of the last after them.
+        layers: duration of each layer, in nanoseconds.
+        before, after: nanoseconds of the first stage before its layers, and of the last stage after
+            its layers.
     """
     ends = [0, *accumulate(layers)]
     outside = [before, *[0] * (stages - 2), after]
     best: dict[int, _Division] = {0: (0, 0, ())}
-    """Of the first stages: where they end → their best division."""
+    """End of the stages divided so far → their best division."""
     for stage in range(stages):
         next_best: dict[int, _Division] = {}
         most = len(layers) - LEAST * (stages - 1 - stage)
@@ -195,8 +197,8 @@ def divided(layers: Sequence[int], before: int, after: int, stages: int) -> tupl
 
 
 def divisions_from(first: Sequence[int], last: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the divisions between two, and the last, each with one layer more where it belongs: out
-    of the stage that has the most too many, into the one that lacks the most."""
+    """Yield the divisions on a path from `first` (excluded) to `last` (included). Each step moves
+    one layer from the stage with the largest excess to the stage with the largest deficit."""
     each = list(first)
     while any(more := [have - meant for have, meant in zip(each, last, strict=True)]):
         each[more.index(max(more))] -= 1

@@ -1,8 +1,8 @@
-"""The order in which the stages of a pipeline run their microbatches, and what they send on.
+"""Runs the microbatches of pipeline stages in the order of a schedule, and sends activations.
 
-Both are torch's (`torch.distributed.pipelining`), whose only importer this is. Each backward of a
-microbatch runs inside a context of the engine: torch calls several in a row without a forward in
-between, and would add their gradients in the weights' dtype. Shapes are given and not inferred:
+Both come from `torch.distributed.pipelining`, which only this module imports. Each backward of a
+microbatch runs inside a context of the engine: torch runs several in a row without a forward in
+between, and would add their gradients in the weights' dtype. Shapes are passed, not inferred:
 torch's inference keeps a graph alive that never runs backward, and with it the weights that it has
 saved.
 """
@@ -45,9 +45,9 @@ class StageSpec:
     """One stage of this process.
 
     Attributes:
-        inputs, outputs: of its forward, on the meta device; of the last stage's outputs only the
-            number counts.
-        micro_step: the context of a microbatch's backward.
+        inputs, outputs: inputs and outputs of its forward, on the meta device; of the last stage's
+            outputs only the number is used.
+        micro_step: context for a microbatch's backward.
     """
 
     module: nn.Module
@@ -58,7 +58,7 @@ class StageSpec:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, whose backwards are micro-steps."""
+    """A stage of torch whose backwards are micro-steps of the engine."""
 
     def __init__(
         self, spec: StageSpec, count: int, device: torch.device, group: Group | None
@@ -68,7 +68,8 @@ class _Stage(PipelineStage):
             spec.index,
             count,
             device,
-            # Only tokens enter the first stage: what others receive has a gradient to send back.
+            # The first stage gets only tokens; the inputs of other stages have gradients to send
+            # back.
             input_args=spec.inputs if spec.index == 0 else _with_gradients(spec.inputs),
             output_args=_with_gradients(spec.outputs),
             group=group,
@@ -80,13 +81,13 @@ class _Stage(PipelineStage):
         with HEARTBEAT.computing():
             output = super().forward_one_chunk(*args, **kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        # torch detaches each of them after its backward.
+        # torch detaches each output after its backward.
         if kinds := [type(value).__name__ for value in outputs if not isinstance(value, Tensor)]:
             raise ValueError(f"the model returns a {kinds[0]}: return a tensor, or a tuple of them")
         if self.is_last:
             return output
         made = _described(outputs)
-        # The next stage receives into buffers of these sizes: torch would end its process.
+        # The next stage has receive buffers of these sizes; torch would abort its process.
         if made != self._sent:
             raise ValueError(
                 f"stage {self.stage_index} returns {', '.join(made)}, and {', '.join(self._sent)} "
@@ -96,7 +97,7 @@ class _Stage(PipelineStage):
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        # torch asks the last stage, too, which may return more tensors than its one description.
+        # torch also calls this for the last stage, which may return more tensors than described.
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +116,7 @@ def _described(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _with_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return leaves of the same memory that get gradients, where their dtype has any."""
+    """Return leaves on the same memory; those of a floating-point dtype require gradients."""
     return tuple(x.detach().requires_grad_(x.is_floating_point()) for x in tensors)
 
 
@@ -139,7 +140,8 @@ class Schedule:
             loss_fn: (output of the last stage, target) → the loss to differentiate.
 
         Raises:
-            ValueError: torch's, for numbers that the schedule cannot divide; or torch is too old.
+            ValueError: torch's error for numbers that the schedule cannot divide; or torch is too
+                old.
         """
         _check_torch()
         made = [_Stage(spec, count, device, group) for spec in stages]
@@ -147,7 +149,8 @@ class Schedule:
         self._takes_input = stages[0].index == 0
         self._has_loss = stages[-1].index == count - 1
         self._loss_fn, self._has_target = loss_fn, False
-        # torch would divide gradients by the number of microbatches, where they have left already.
+        # torch would divide gradients by the number of microbatches, after they have been
+        # offloaded.
         self._schedule = SCHEDULES[kind](
             made if kind == "interleaved" else made[0],
             microbatches,
@@ -156,7 +159,7 @@ class Schedule:
         )
 
     def run(self, inputs: tuple[Tensor, ...], target: Tensor | None, more: dict[str, Any]) -> None:
-        """Forward and backward of all microbatches, or only forward where no gradient is asked for.
+        """Run forward and backward of all microbatches, or only forward if gradients are disabled.
 
         Raises:
             Whatever a stage's forward or backward raises.
@@ -164,7 +167,7 @@ class Schedule:
         run = self._schedule.step if torch.is_grad_enabled() else self._schedule.eval
         stage_inputs = inputs if self._takes_input else ()
         self._has_target = target is not None
-        # torch asks for a target even where the model makes the loss itself.
+        # torch requires a target even if the model computes the loss itself.
         labels = torch.zeros(self._microbatches) if target is None else target
         with _among_stages():
             run(
@@ -188,13 +191,13 @@ def _check_torch() -> None:
 
 @contextmanager
 def _among_stages() -> Iterator[None]:
-    """Microbatches run inside; raises whatever a stage's forward or backward raises."""
+    """Context for microbatches; raises the original exception of a stage's forward or backward."""
     try:
-        # Outside of its own forwards and backwards a stage waits for the others.
+        # Between its forwards and backwards a stage waits for other stages.
         with HEARTBEAT.collective():
             yield
     except RuntimeError as error:
-        # torch wraps what a forward raises in a description of its inputs.
+        # torch wraps an exception of a forward in a description of its inputs.
         if isinstance(error.__cause__, Exception):
             raise error.__cause__ from None
         raise
@@ -212,9 +215,9 @@ class Forward:
         group: Group | None,
         loss_fn: LossFn,
     ) -> None:
-        """The arguments are those of `Schedule`."""
+        """See `Schedule` for the arguments."""
         self._stages = [_Stage(spec, count, device, group) for spec in stages]
-        # Never run: it makes the buffers for what each stage receives.
+        # Never run; it allocates the receive buffers of each stage.
         slots: Any
         if len(stages) == 1:
             slots = ScheduleGPipe(self._stages[0], 1, loss_fn=loss_fn, scale_grads=False)
@@ -237,7 +240,7 @@ class Forward:
                 self._initialize(stage_inputs, more)
             for stage in self._stages:
                 stage.clear_runtime_states()
-                # Waits for the stage before.
+                # Waits for the previous stage.
                 _post(stage.get_fwd_recv_ops(0))
                 output = stage.forward_one_chunk(0, stage_inputs, more, save_forward_output=False)
                 if stage.is_last:
@@ -249,28 +252,28 @@ class Forward:
 def _post(operations: Sequence[P2POp]) -> None:
     if operations:
         for work in batch_isend_irecv([*operations]):
-            # The received tensors are read next. On a GPU only its stream waits, not this thread.
+            # The received tensors are read next. On a GPU only the stream waits, not this thread.
             work.wait()
 
 
 class Moments(Protocol):
-    """Calls between the microbatches of a schedule without flushes."""
+    """Hooks between the microbatches of a schedule without flushes."""
 
     def before_forward(self, number: int) -> None:
-        """`number`: of the microbatch in its step."""
+        """Called before a forward. `number`: index of the microbatch in its step."""
 
     def after_backward(self, number: int) -> None:
-        """The same."""
+        """Called after a backward. `number`: index of the microbatch in its step."""
 
 
 class Unflushed:
-    """Runs the microbatches of the only stage of this process, step after step, as 1F1B without a
-    flush between steps: PipeDream-2BW.
+    """Runs the microbatches of this process's only stage as 1F1B without flushes between steps:
+    PipeDream-2BW.
 
-    A run ends when the last microbatch of the step has been forward; as many microbatches as there
-    are stages after this one are then between forward and backward. Their backwards belong to the
-    next run. Sends and receives that meet in two stages are posted together, as in torch's 1F1B: in
-    any other order each could wait for the other.
+    A run ends after the forward of the step's last microbatch; as many microbatches as there are
+    stages after this one are then between forward and backward. Their backwards belong to the next
+    run. Sends and receives that meet in two stages are posted together, as in torch's 1F1B: in any
+    other order each could wait for the other.
     """
 
     def __init__(
@@ -284,14 +287,14 @@ class Unflushed:
         loss_fn: LossFn,
         moments: Moments,
     ) -> None:
-        """The arguments are those of `Schedule`."""
+        """See `Schedule` for the arguments."""
         _check_torch()
         self._stage, self._count = _Stage(stage, count, device, group), microbatches
         self._stage.has_backward = True
         self._most = count - stage.index
-        """Microbatches in flight at once, each in a slot of its own."""
+        """Largest number of microbatches in flight; each has its own slot."""
         self._loss_fn, self._moments = loss_fn, moments
-        # Never run: it makes the buffers for what each slot receives.
+        # Never run; it allocates the receive buffers of each slot.
         self._slots = ScheduleGPipe(self._stage, self._most, loss_fn=loss_fn, scale_grads=False)
         self._forwards = self._backwards = 0
         self._losses: dict[int, Tensor] = {}
@@ -299,7 +302,7 @@ class Unflushed:
         """Sends of the last backward, posted with the next receive."""
 
     def run(self, inputs: tuple[Tensor, ...], target: Tensor | None, more: dict[str, Any]) -> None:
-        """Run all forwards of a step, and as many backwards.
+        """Run all forwards of a step, and the same number of backwards.
 
         Raises:
             Whatever a stage's forward or backward raises.
@@ -319,7 +322,7 @@ class Unflushed:
                 self._forward(number, args[number], kwargs[number], targets[number])
 
     def drain(self) -> None:
-        """Run the backwards that are left."""
+        """Run the remaining backwards."""
         with _among_stages():
             while self._backwards < self._forwards:
                 self._backward(self._grads)
@@ -330,7 +333,7 @@ class Unflushed:
         self, number: int, args: tuple[Any, ...], more: dict[str, Any], target: Tensor | None
     ) -> None:
         stage, slot = self._stage, self._forwards % self._most
-        # Waits for the stage before, which posts this send together with its next receive.
+        # Waits for the previous stage, which posts this send together with its next receive.
         _post(self._grads + stage.get_fwd_recv_ops(slot))
         self._grads = []
         self._moments.before_forward(number)
@@ -345,14 +348,14 @@ class Unflushed:
             _post(sends)
 
     def _backward(self, sends: Sequence[P2POp]) -> None:
-        """Run the oldest backward; `sends` are posted with what it receives."""
+        """Run the oldest backward; post `sends` together with its receives."""
         stage, slot = self._stage, self._backwards % self._most
         self._grads = []
-        # Waits for the stage after, which has this microbatch's backward before its next forward.
+        # Waits for the next stage, which runs this microbatch's backward before its next forward.
         _post([*sends, *stage.get_bwd_recv_ops(slot)])
         stage.backward_one_chunk(slot, loss=self._losses.pop(slot, None))
         self._grads = stage.get_bwd_send_ops(slot)
-        # Detach it: the pending send reads it, and the slot's next input would add to it.
+        # Detach the gradient: the pending send reads it, and the slot's next input would add to it.
         for received in stage.args_recv_info[slot]:
             if received.buffer is not None:
                 received.buffer.grad = None

@@ -1,9 +1,9 @@
-"""The fastest division of a job among ranks: stages, replicas, microbatch and recompute. Experts
-and matrices stay divided as the job says, among the ranks of each stage.
+"""Searches the fastest division of a job among ranks: stages, replicas, microbatch and recompute.
+Experts and matrices keep the job's division, among the ranks of each stage.
 
-Every candidate is planned as any job is: its memory from the spec of each stage, its time from the
-programs of all stages together. Of each number of stages and schedule, those are simulated whose
-busiest of compute, bus and host memory takes least.
+Every candidate is planned like any job: its memory from the spec of each stage, its time from the
+programs of all stages together. For each number of stages and schedule, only those candidates are
+simulated whose busiest resource (compute, bus or host memory) takes least time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import text_of
 
 PER_RANK = (2, 4)
-"""Stages on each rank that are tried with "interleaved"."""
+"""Numbers of stages per rank that the search tries with "interleaved"."""
 
 MOST = 3
-"""Candidates of a number of stages and schedule that are simulated."""
+"""Number of candidates that are simulated for each number of stages and schedule."""
 
 
 Activation = Literal["keep", "recompute", "offload"]
 
 ALONE: Sequence[Schedule] = ("1f1b",)
-"""A single stage has no schedule."""
+"""Schedules that are tried with a single stage, where the schedule makes no difference."""
 
 ACTIVATIONS: Sequence[Activation] = get_args(Activation)
 
@@ -50,11 +50,11 @@ _OFFLOAD_KEYS = ("recompute_blocks", "partition_activations", "sums_on", "sums_d
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A division that fits.
+    """A division of a job that fits into memory.
 
     Attributes:
-        plan: of its stage with the most memory.
-        asked: the job that is divided.
+        plan: plan of the stage that needs the most memory.
+        asked: the job before it was divided.
     """
 
     plan: Plan
@@ -66,12 +66,12 @@ class Found:
 
     @property
     def stages(self) -> int:
-        """The ranks of the pipeline; each holds one stage, or `stages_per_rank`."""
+        """Number of ranks of the pipeline; each holds `stages_per_rank` stages."""
         return self.plan.job.ranks.pipeline
 
     @property
     def order(self) -> str:
-        """The schedule, and how many stages each rank has."""
+        """The schedule, with the number of stages per rank if it is above 1."""
         each = self.plan.job.ranks.stages_per_rank
         return f"{self.schedule} x{each}" if each > 1 else self.schedule
 
@@ -85,15 +85,15 @@ class Found:
 
     @property
     def activation(self) -> str:
-        """The policy, and how many layers of each stage run again."""
+        """Activation policy, and the number of recomputed layers of each stage."""
         activations = self.plan.job.offload.activations
         shown = (activations.mode, activations.recompute_blocks)
         return " ".join(str(value) for value in shown if value is not None)
 
     @property
     def keys(self) -> str:
-        """The job's keys that give it, as for --set; what the job has itself is taken back where
-        the division is another."""
+        """Arguments of --set that turn the job into this division. Keys that only the original job
+        sets are reset."""
         config, requested = self.plan.job, self.asked
         each = config.ranks.stages_per_rank
         several = max(each, requested.ranks.stages_per_rank) > 1
@@ -111,7 +111,7 @@ class Found:
 
     @property
     def _keys_of_offload(self) -> str:
-        """Return the keys and values that the search sets, where they differ from the job's."""
+        """Arguments of --set for keys of `offload` that the search has changed."""
         offload, requested = self.plan.job.offload, self.asked.offload
         changed = {
             key: value
@@ -120,7 +120,7 @@ class Found:
         }
         changed = {"activation": offload.value("activation")} | changed
         if changed.get("recompute_blocks", 0) is None:
-            # The same: a number cannot be left out by --set.
+            # Equivalent, because --set cannot remove a number.
             changed |= {"activation": "recompute", "recompute_blocks": 0}
         return " " + text_of({f"offload.{key}": value for key, value in changed.items()})
 
@@ -132,26 +132,26 @@ def search(
     ranks: int,
     schedules: Sequence[Schedule] = ("1f1b", "gpipe", "2bw", INTERLEAVED),
 ) -> list[Found]:
-    """Return the best division of a job's step for each number of stages and schedule that fits,
-    the fastest first.
+    """Return the best division for each number of stages and schedule that fits into memory, the
+    fastest first.
 
     Raises:
-        PlanError: the machine cannot run the job whatever its memory.
-        ConfigError: the ranks cannot be divided into the job's parts of matrices or experts.
+        PlanError: the machine cannot run the job with any amount of memory.
+        ConfigError: the ranks cannot be divided by the job's parts of matrices or experts.
     """
     fixed = RanksConfig(tensor=job.ranks.tensor, expert=job.ranks.expert)
     replicas(replace(job, ranks=fixed), ranks)
     groups: dict[tuple[int, Schedule], list[Found]] = {}
     for division in _divisions(job, ranks, schedules):
         planned = (_planned(choice, job, name, machine, ranks) for choice in division)
-        # Where all activations are kept, nothing that recomputes some is faster.
+        # If all activations can be kept, no candidate with recompute is faster.
         if fitting := next(filter(None, planned), None):
             groups.setdefault((fitting.stages, fitting.schedule), []).append(fitting)
     return sorted(map(_best, groups.values()), key=lambda candidate: candidate.seconds)
 
 
 def _best(group: Sequence[Found]) -> Found:
-    """Return the fastest of those that can take least."""
+    """Return the fastest candidate, among those with the smallest lower bounds of their time."""
     first, *rest = sorted(group, key=lambda each: _least(each.plan))[:MOST]
     for candidate in rest:
         if _least(candidate.plan) < first.seconds:
@@ -160,7 +160,7 @@ def _best(group: Sequence[Found]) -> Found:
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
-    """Yield a line per division, and the keys of the first that a job can have."""
+    """Yield a line for each division, then the arguments of --set for the fastest."""
     yield (
         f"{'stages':>6} {'replicas':>8} {'schedule':14} {'microbatch':>10} {'x':>4} "
         f"{'activation':12} {'device':>10} {'bubble':>7} {'step':>9} {'tokens/s':>9}"
@@ -210,8 +210,9 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
 
 
 def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterator[list[Config]]:
-    """Yield each division as jobs of the same tokens per step, the fastest first: all activations
-    are kept, as few layers as fit are recomputed, or these from inputs on the host."""
+    """Yield, for each division, jobs with the same tokens per step, the fastest first: with all
+    activations kept, with as few recomputed layers as possible, and with recompute from inputs on
+    the host."""
     sequences = job.train.micro_batch * job.train.grad_accum_steps
     groups = ranks // job.ranks.tensor
     for stages in (n for n in range(1, groups + 1) if groups % n == 0):
@@ -231,14 +232,14 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
 
 
 def _with_sums(job: Config, count: int) -> Iterator[Config]:
-    """Yield the job with so many microbatches summed where it asks for, and on the device."""
+    """Yield the job with gradient sums placed as it requests, and with all sums on the device."""
     share = job.offload.gradients.device_share
     for of_sums in sorted({share, 1.0 if count > 1 else share}):
         yield with_sums_on(job, of_sums)
 
 
 def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:
-    """Yield the schedules that the model's layers allow on so many ranks."""
+    """Yield the schedules that the model's layers allow on this number of stages."""
     for schedule in schedules if stages > 1 else ALONE:
         for per_rank in PER_RANK if schedule == INTERLEAVED else (1,):
             candidate = RanksConfig(
@@ -254,7 +255,7 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
 
 
 def _problems(job: Config) -> Iterator[str]:
-    """Yield what the schedule cannot do."""
+    """Yield the reasons why the schedule cannot run the job."""
     rule, on_spike = job.optim.name, job.train.on_spike
     yield from interleaved_contradictions(job.ranks, job.offload)
     yield from unflushed_contradictions(job.ranks, job.offload, rule=rule, on_spike=on_spike)
@@ -279,7 +280,7 @@ def _divided(
 def _planned(
     job: Config, requested: Config, name: str, machine: Machine, ranks: int
 ) -> Found | None:
-    """Return the plan, if the ranks can share the batch so, and it fits."""
+    """Return the plan; None if the ranks cannot share the batch or it does not fit into memory."""
     try:
         plan = make(job, name, machine, ranks)
     except ConfigError:
@@ -292,12 +293,12 @@ def _least(plan: Plan) -> float:
 
 
 def undivided(job: Config) -> str:
-    """Return why the job's model cannot be divided into stages; "": it can."""
+    """Return why the job's model cannot be divided into stages; "" if it can."""
     return next(_contradictions(job, RanksConfig(pipeline=2)), "")
 
 
 def _contradictions(job: Config, ranks: RanksConfig) -> Iterator[str]:
-    """Yield what this division of the job's model cannot do; no text is generated at the end."""
+    """Yield the reasons against this division of the model, assuming no generated samples."""
     return contradictions(
         *(ranks, job.model, job.offload),
         is_own=job.hf is None,

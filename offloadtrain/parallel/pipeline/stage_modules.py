@@ -1,9 +1,9 @@
-"""A model cut into the stages of a pipeline, each the model without the other stages' modules.
+"""Cuts a model into pipeline stages; each is the model without the other stages' modules.
 
 Layers of lists are divided evenly, in order. Modules that are registered before the first layer
-(embeddings) belong to the first stage, those after the last one (final norm, head) to the last.
-The modules of other stages are None, and missing from lists, so names stay those of the whole
-model. Its forward passes over modules that are None; that of a `Sequential` does so by itself.
+(embeddings) belong to the first stage, those after the last layer (final norm, head) to the last.
+Modules of other stages become None, and are removed from lists, so names stay those of the complete
+model. The model's forward must skip modules that are None; a `Sequential` needs no change.
 Decoders of transformers are cut in `decoder_stages`.
 """
 
@@ -31,11 +31,11 @@ from offloadtrain.runtime.tensor_parts import is_distributed, local, rebuilt
 
 
 class StandIn(nn.Module):
-    """In the place of another stage's module, where the model's forward calls one."""
+    """Replaces a module of another stage that the model's forward calls."""
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Whether it is a stage of a model that has stand-ins for the others' modules."""
+    """Return True for a pipeline stage in which stand-ins replace other stages' modules."""
     return any(isinstance(module, StandIn) for module in model.modules())
 
 
@@ -43,11 +43,11 @@ def divide(model: nn.Module, stages: int, layers_per_stage: Sequence[int] = ()) 
     """Return the parts of each stage.
 
     Args:
-        layers_per_stage: (): the same number, as far as they divide.
+        layers_per_stage: number of layers of each stage; (): equal numbers, as far as possible.
 
     Raises:
-        PipelineError: there are too few layers, or other numbers than they add up to, or two stages
-            would hold one parameter.
+        PipelineError: there are too few layers, or the numbers do not add up to them, or two stages
+            would hold the same parameter.
     """
     parts = partition(model)
     layers = [number for number, part in enumerate(parts) if part.repeated]
@@ -73,7 +73,7 @@ def divide(model: nn.Module, stages: int, layers_per_stage: Sequence[int] = ()) 
 
 
 def _check_nesting(parts: Sequence[Part]) -> None:
-    """Raises PipelineError for a module that owns parameters and contains layers."""
+    """Raise PipelineError for a module that owns parameters and contains layers."""
     layers = [part.name for part in parts if part.repeated]
     for part in parts:
         inside = part.name + "." if part.name else ""
@@ -86,11 +86,11 @@ def _check_nesting(parts: Sequence[Part]) -> None:
 
 
 def _check_once(model: nn.Module, parts: Sequence[Part]) -> None:
-    """Raises PipelineError for a part with two names: of these a cut would take one away."""
+    """Raise PipelineError for a part that is registered under two names: a cut removes only one."""
     names = {part.module: part.name for part in parts}
     for name, module in model.named_modules(remove_duplicate=False):
         first = names.get(module, name)
-        # Those around it may have two names, too.
+        # Modules around a part may be registered under two names, too.
         if first != name:
             raise PipelineError(
                 f"'{first}' and '{name}' are one module, which stages would each hold and update "
@@ -113,8 +113,8 @@ def _check_tied(stages: Sequence[Sequence[Part]]) -> None:
 
 
 def _check_trained(stages: Sequence[Sequence[Part]]) -> None:
-    """Raises PipelineError for a stage without a gradient; on every stage, not on that one alone,
-    which the others would wait for."""
+    """Raise PipelineError if a stage has no trainable parameter. Every stage raises it, since the
+    others would wait for a stage that raises alone."""
     for number, parts in enumerate(stages):
         if not any(param.requires_grad for part in parts for _, param in part.parameters):
             raise PipelineError(
@@ -125,7 +125,7 @@ def _check_trained(stages: Sequence[Sequence[Part]]) -> None:
 
 
 def cut(model: nn.Module, own: Sequence[str], parts: Sequence[str]) -> None:
-    """Take the modules of all other `parts` than `own` out of the model; all by name."""
+    """Remove all modules in `parts` that are not in `own` from the model. Both contain names."""
     removed = [name for name in parts if name not in own]
     for name in removed + _between_layers(model, set(own), set(parts)):
         path, _, key = name.rpartition(".")
@@ -137,8 +137,8 @@ def cut(model: nn.Module, own: Sequence[str], parts: Sequence[str]) -> None:
 
 
 def _between_layers(model: nn.Module, stage_names: set[str], parts: set[str]) -> list[str]:
-    """Return the modules without parameters in a `Sequential` of layers that belong to other
-    stages: each goes with the layer before it."""
+    """Return the parameterless modules in a `Sequential` of layers that belong to other stages.
+    Each belongs to the stage of the layer before it."""
     removed = []
     for path, module in model.named_modules():
         names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
@@ -152,20 +152,20 @@ def _between_layers(model: nn.Module, stage_names: set[str], parts: set[str]) ->
 
 
 class InitInOrder:
-    """Calls `param_init_fn` on all modules of a model in order, though most are in other stages.
+    """Calls `param_init_fn` on all modules of a model in order, including those of other stages.
 
-    An initialiser may draw from one generator, so that a module's values depend on those before it.
-    Another stage's module is created, filled and dropped.
+    An initialiser may draw from one generator, so a module's values can depend on earlier modules.
+    A module of another stage is allocated, initialised and dropped.
     """
 
     def __init__(self, model: nn.Module, param_init_fn: ParamInit) -> None:
-        """`model`: before it is cut."""
+        """`model`: the complete model, before it is cut."""
         self._init = param_init_fn
         self._left = dict(model.named_modules())
         self._stage_names: dict[nn.Module, str] = {}
 
     def follow(self, stage: nn.Module) -> None:
-        """The next modules to fill are this stage's; stages are followed in order."""
+        """Initialise this stage's modules next. Must be called for the stages in order."""
         named = stage.named_modules()
         self._stage_names = {
             module: name for name, module in named if not isinstance(module, StandIn)
@@ -173,13 +173,13 @@ class InitInOrder:
 
     def __call__(self, module: nn.Module) -> None:
         names = set(self._stage_names.values())
-        # Modules with buffers only may come after the layers of all stages, and draw nothing.
+        # Modules that have only buffers may come after the layers of all stages, and draw nothing.
         has_weights = next(module.parameters(recurse=False), None) is not None
         while has_weights and self._stage_names[module] in self._left:
             first = next(iter(self._left))
             other = self._left.pop(first)
             if first not in names:
-                # Drawn, so that later ones draw as in the whole model, and dropped.
+                # Initialise and drop it, so that later modules draw the same numbers as undivided.
                 materialise(other, self._init)
                 for param in other.parameters(recurse=False):
                     meta = torch.empty_like(param, device="meta")
@@ -192,17 +192,18 @@ class InitInOrder:
 def output_of(
     stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, *, faked: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return what a stage's forward makes, as it computes once offloaded, without any memory.
+    """Return the outputs of a stage's forward without allocating memory, with the dtypes of the
+    offloaded stage.
 
     Args:
-        inputs: on the meta device.
-        faked: in place of meta tensors with fake ones on the host, of which forwards of
-            transformers know that they have no values to decide by.
+        inputs: inputs of the stage, on the meta device.
+        faked: use fake tensors on the host instead of meta tensors: forwards of transformers test
+            for them before they branch on values.
 
     Raises:
         PipelineError: its forward fails.
     """
-    # Entered last, the description of grouped products sees them first.
+    # Entered last, so that `Described` sees grouped products before the fake mode does.
     fake = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
     with fake, Described() if faked else nullcontext():  # type: ignore[no-untyped-call]
         device = "cpu" if faked else "meta"
@@ -211,7 +212,7 @@ def output_of(
 
 
 def twin_of(stage: nn.Module, config: OffloadConfig, device: str) -> nn.Module:
-    """Return a copy without values that computes as the stage does once offloaded."""
+    """Return a copy without values, with the dtypes and casts of the offloaded stage."""
     dtype, full = PRECISIONS[config.precision], keeps_fp32(stage, config.weights.keep_fp32)
     twins: dict[int, object] = {
         id(buffer): _without_values(buffer, device) for buffer in stage.buffers()
@@ -219,7 +220,7 @@ def twin_of(stage: nn.Module, config: OffloadConfig, device: str) -> nn.Module:
     for param in stage.parameters():
         narrow = param.is_floating_point() and param not in full
         made = _without_values(local(param), device, dtype if narrow else None)
-        # A plan of tensor parallel has hooks that take its products for those of DTensors.
+        # Hooks of tensor parallelism expect products of DTensors.
         made = rebuilt(param, made) if is_distributed(param) else made
         twins[id(param)] = nn.Parameter(made, False)
     model_copy: nn.Module = copy.deepcopy(stage, twins)
@@ -254,7 +255,7 @@ def _output_of_twin(
 
 
 def _without_values(tensor: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
-    # Not `empty_like`: a fake tensor would keep a weak reference, and no such parameter is swapped.
+    # Not `empty_like`: a fake tensor would keep a weak reference, which prevents swap_tensors.
     copy_dtype = tensor.dtype if dtype is None else dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=copy_dtype, device=device)
 
@@ -264,7 +265,7 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 
 def check_alone(stages: Sequence[Sequence[Part]], config: OffloadConfig, replicas: int) -> None:
-    """Raises PipelineError where options for the layers of lists would not reach a single one."""
+    """Raise PipelineError if a stage has one layer, while options need lists of layers."""
     streams = config.streams_among(replicas)
     if not (config.activations.recomputes or streams):
         return

@@ -1,5 +1,5 @@
-"""Several stages of a pipeline in one process, as one model and one optimizer for those who step,
-save and log."""
+"""Presents several pipeline stages of one process as one model and one optimizer to callers that
+step, save and log."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from offloadtrain.step.program.operations import Written
 
 
 class StageModules(nn.Module):
-    """Stages of one model, each with the names of the whole."""
+    """The stages of this process as one module, with the names of the complete model."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._stages = tuple(stages)  # no children, which would have other names
+        self._stages = tuple(stages)  # not registered as children, which would change their names
 
     def train(self, mode: bool = True) -> StageModules:
         for stage in self._stages:
@@ -46,7 +46,7 @@ class StageModules(nn.Module):
             try:
                 return stage.get_submodule(target)
             except AttributeError:
-                continue  # another stage's
+                continue  # belongs to another stage
         return self._stages[-1].get_submodule(target)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,12 +60,12 @@ class StageModules(nn.Module):
 
 
 class StageOptimizers:
-    """The optimizers of this process's stages; what it has in common with `OffloadOptimizer` is
-    documented there.
+    """The optimizers of this process's stages as one. See `OffloadOptimizer` for the methods that
+    both have.
 
     Attributes:
-        param_groups: of all stages.
-        ledger: of all stages, which share it.
+        param_groups: parameter groups of all stages.
+        ledger: shared by all stages.
     """
 
     def __init__(self, optimizers: Sequence[OffloadOptimizer]) -> None:
@@ -95,7 +95,7 @@ class StageOptimizers:
 
     @property
     def last_step(self) -> StepReport | None:
-        """The report of the last step: work and transfers of all stages."""
+        """Report of the last step, with the work and transfers of all stages."""
         reports = [optimizer.last_step for optimizer in self._each]
         known = [report for report in reports if report is not None]
         return _together(known) if len(known) == len(self._each) else None
@@ -109,8 +109,8 @@ class StageOptimizers:
             try:
                 optimizer.step(skip=skip)
             except LossScaleError as error:
-                # All stages have the same loss scale: the others raise it, too, once they are as
-                # far, and the saved state is that of one step.
+                # All stages have the same loss scale. The others raise this error, too, once they
+                # reach this step, so the saved state belongs to one step.
                 failed.append(error)
         if failed:
             raise failed[0]
@@ -127,7 +127,7 @@ class StageOptimizers:
         for optimizer in self._each:
             optimizer.close()
 
-    # ---- state, for checkpoints
+    # ---- state for checkpoints
 
     @property
     def saves_untrained(self) -> bool:
@@ -178,7 +178,7 @@ AnyOptimizer: TypeAlias = OffloadOptimizer | StageOptimizers
 
 
 class _SharedWriter:
-    """A `StateWriter` of several engines, each of which writes on a lane of its own."""
+    """A `StateWriter` that several engines share; each engine writes on its own lane."""
 
     def __init__(self, writer: StateWriter, engines: int) -> None:
         self._writer, self._left, self._lock = writer, engines, threading.Lock()
@@ -190,7 +190,7 @@ class _SharedWriter:
         with self._lock:
             self._left -= 1
             is_last = self._left == 0
-        if is_last:  # every bucket of all engines was written
+        if is_last:  # all engines have written all their buckets
             self._writer.finish()
 
 
@@ -203,7 +203,7 @@ _MORE_SUMS = ("disk_read_bytes", "disk_written_bytes", "early_buckets")
 
 
 def _together(reports: Sequence[StepReport]) -> StepReport:
-    """Return the report of a step that all stages took together."""
+    """Return one report of a step from the reports of all stages."""
     first, *_ = reports
     guesses = [report.speculation_hit for report in reports if report.speculation_hit is not None]
     ranks = {

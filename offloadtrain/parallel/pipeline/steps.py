@@ -1,24 +1,26 @@
-"""A pipeline in this process: the schedule that runs its stages, and the steps of their optimizers.
+"""A pipeline in this process: the schedule that runs its stages, and the steps of its optimizers.
 
 [Note: Without a flush]
-No stage knows the norm of a step, and with it the clip coefficient, before the first stage's last
-backward has ended. By then the last stage is several microbatches into the next step. To wait there
-would be the flush that PipeDream-2BW avoids. So a stage sends its squares when its own backwards of
-a step are over, and decides the step before a certain forward of the next one. Of p stages, stage 0
-ends step t after forward p - 2 of step t + 1. So what any stage receives for forward p - 1 was
-sent after all squares of step t: none waits longer for these than for its input. Until then
-gradients of step t + 1 are added elsewhere, on all stages but the first. Adam has the other
-forwards of step t + 1: its weights are shown before the first one of step t + 2.
+No stage knows the norm of a step, and the clip coefficient, before the first stage's last backward
+has ended. By then the last stage is several microbatches into the next step. Waiting there would be
+the flush that PipeDream-2BW avoids. So a stage sends its squares when its backwards of a step have
+ended, and decides the step before a fixed forward of the next step. With p stages, stage 0 decides
+step t after forward p - 2 of step t + 1. The input of forward p - 1 was therefore sent after all
+squares of step t, on any stage, so no stage waits longer for the squares than for its input. Until
+then gradients of step t + 1 are added to a second sum, on all stages except the first. Adam runs
+during the remaining forwards of step t + 1: its weights are published before the first forward of
+step t + 2.
 
-To save or to evaluate, a stage may end all that is in flight (`drain`) and keep the delay. Step t
-is decided then, and its weights wait as they would have within step t + 1, whose forwards read
-those of step t - 1 as ever. So no later step has other bits, and a checkpoint holds what one of
-`update="delayed"` of one process does: the state, and the weights in use.
+To save or to evaluate, a stage may finish everything in flight (`drain`) and keep the delay. Step t
+is then decided, and its weights are held back as they would be within step t + 1, whose forwards
+still read the weights of step t - 1. So later steps have the same bits as without the call, and a
+checkpoint contains the same as in a single process with `update="delayed"`: the state, and the
+weights in use.
 
-A microbatch in flight when the next step begins has read the version of the weights before it.
-Saved weights are views of that version, or handles that load it again. What its backward runs again
-(recompute, the engine's or a user's) reads parameters: they are views of that version, too, while
-such a backward runs.
+A microbatch in flight when the next step begins has read the previous version of the weights.
+Saved weights are views of that version, or handles that load it again. Recompute in its backward,
+by the engine or by a user, reads parameters, so these are also views of that version while such a
+backward runs.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ from offloadtrain.runtime.process_group import Ranks, telling
 
 
 class Pipeline:
-    """This process's stages of a model, and the schedule that runs them. Made by `pipeline()`.
+    """This process's stages of a model, with the schedule that runs them. Created by `pipeline()`.
 
     Attributes:
-        optimizers: of this process's stages, in their order.
-        optimizer: all of them, as one.
-        stages: the ranks of this pipeline, in order.
+        optimizers: optimizers of this process's stages, in order.
+        optimizer: all of them as one optimizer.
+        stages: ranks of this pipeline, in order.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            shapes: the inputs of every stage and the output of the last, on the meta device.
+            shapes: inputs of every stage, and the output of the last, on the meta device.
             norm: adds the squares of all stages.
         """
         self.optimizers = tuple(optimizers)
@@ -89,10 +91,10 @@ class Pipeline:
         self._losses: list[Tensor] = []
         self._divide = True
         self._is_broken = False
-        """An exception has left microbatches that other stages wait for."""
+        """True if an exception has left microbatches in flight that other stages wait for."""
         size, rank = axes.stages.size, axes.stages.rank
         self.indices = tuple(range(rank, size * len(optimizers), size))
-        """The numbers of this process's stages."""
+        """Indices of this process's stages."""
         self._specs = [
             StageSpec(
                 optimizer.model, index, shapes[index], shapes[index + 1], optimizer.micro_step
@@ -108,7 +110,7 @@ class Pipeline:
         self._forward = Forward(self._specs, device=self.optimizers[0].device, **self._where)
 
     def _begin(self, schedule: str) -> None:
-        """Make the schedule of training."""
+        """Create the training schedule."""
         self._training = self._schedule(schedule, self._microbatches)
 
     def _schedule(self, kind: str, microbatches: int) -> Schedule:
@@ -125,19 +127,19 @@ class Pipeline:
 
     @property
     def _who(self) -> str:
-        """This process, for messages."""
+        """Name of this process in messages."""
         count = self.stages.size * len(self.indices)
         numbers = " and ".join(str(index + 1) for index in self.indices)
         return f"rank {self.stages.world_rank} (stage {numbers} of {count})"
 
     @property
     def replicas(self) -> Ranks:
-        """The ranks that share the state of these stages."""
+        """Ranks that share the state of these stages."""
         return self.optimizers[0].ranks
 
     @property
     def module(self) -> nn.Module:
-        """This process's stages, as one."""
+        """This process's stages as one module."""
         models = [optimizer.model for optimizer in self.optimizers]
         return models[0] if len(models) == 1 else StageModules(models)
 
@@ -150,22 +152,23 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of all microbatches of a step; `step()` comes next.
 
-        Every process of a pipeline calls it with the same batch.
+        Every process of a pipeline must call it with the same batch.
 
         Args:
-            inputs, target: of all microbatches, divided along their first dimension. The first
-                stage's forward gets the inputs, the loss function of the last one the target.
+            inputs, target: tensors of all microbatches, divided along their first dimension. The
+                first stage's forward gets the inputs, the loss function of the last stage the
+                target.
             divide: divide the loss by the number of microbatches, see `offload`.
             more: arguments of every stage's forward in this process; tensors are divided as well.
 
         Returns:
-            (microbatches,) fp32 on the host: their losses, on every stage.
+            (microbatches,) fp32 on the host: the losses of the microbatches, on every stage.
 
         Raises:
-            PipelineError: a batch that is not `microbatches` times the example; or an exception has
+            PipelineError: the batch is not `microbatches` times the example; or an exception has
                 left microbatches of earlier runs in flight.
-            RankError: another stage has failed: which, and why.
-            EngineError, GradientError: as `OffloadOptimizer.backward`.
+            RankError: another stage has failed; the message says which, and why.
+            EngineError, GradientError: as in `OffloadOptimizer.backward`.
         """
         self._check_batch(inputs, target, more, self._microbatches)
         self._require_intact()
@@ -179,10 +182,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
-        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage.
+        """Run one microbatch forward; return its loss, fp32 on the host, on every stage.
 
         Raises:
-            PipelineError: it has not the example's size.
+            PipelineError: the microbatch does not have the size of the example.
         """
         self._check_batch(inputs, target, more, 1)
         self._require_intact()
@@ -192,28 +195,29 @@ class Pipeline:
             return self._of_last_stage(1)[0]
 
     def step(self, *, skip: bool = False) -> None:
-        """Update every stage of this process; all processes call it. See `OffloadOptimizer.step`.
+        """Update every stage of this process; all processes must call it. See
+        `OffloadOptimizer.step`.
 
         Raises:
             RankError: stages disagree about the step.
-            PipelineError: an exception has left the run.
+            PipelineError: an exception has interrupted a run.
         """
         self._require_intact()
         with telling(self._who):
             self.optimizer.step(skip=skip)
 
     def drain(self, *, newest: bool = True) -> Tensor | None:
-        """End what is in flight between two runs; only `schedule="2bw"` leaves anything. All
-        processes call it. Afterwards parameters hold the newest weights.
+        """Finish everything in flight between two runs; only `schedule="2bw"` leaves anything. All
+        processes must call it. Afterwards parameters hold the newest weights.
 
         Args:
-            newest: False: parameters hold the weights that the next run's forwards use, older ones
-                than the state's; no step has other bits than without this call. A checkpoint made
-                here holds both, see `docs/checkpoints.md`.
+            newest: False: parameters hold the weights that the next run's forwards use, which are
+                older than the state; later steps have the same bits as without this call. A
+                checkpoint made here contains both, see `docs/checkpoints.md`.
 
         Returns:
-            (microbatches,) fp32 on the host: the losses of the last step, on every stage; None
-            where `run` has returned them.
+            (microbatches,) fp32 on the host: the losses of the last step, on every stage; None if
+            `run` has returned them.
         """
         return None
 
@@ -225,8 +229,8 @@ class Pipeline:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Microbatches of all stages run inside: after an exception others wait for some of them,
-        or have sent some, which would meet those of the next run."""
+        """Context in which microbatches of all stages run. After an exception others wait for
+        microbatches, or have sent some, which would be mixed up with those of the next run."""
         self._require_intact()
         self._is_broken = True
         with telling(self._who):
@@ -241,14 +245,15 @@ class Pipeline:
             )
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        """Return the loss to differentiate, and keep it as it is."""
+        """Return the scaled loss to differentiate, and store the unscaled loss."""
         loss = self._loss_fn(output, target)
         self._losses.append(loss.detach())
         return self.optimizers[-1].scaled(loss, divide=self._divide)
 
     def _of_last_stage(self, count: int) -> Tensor:
         losses = torch.stack(self._losses).float().cpu() if self._losses else torch.zeros(count)
-        # Every stage waits for the last one's losses here; the norm, next, would wait for as much.
+        # Every stage waits here for the last one's losses. The norm, which follows, would wait as
+        # long.
         return self.stages.all_gather_host(losses)[-1].float()
 
     def _check_batch(
@@ -258,8 +263,8 @@ class Pipeline:
         more: Mapping[str, Any],
         microbatches: int,
     ) -> None:
-        """Raises PipelineError, on every stage alike, for what would not fill the buffers that
-        stages send each other: one would wait for the other, or torch would end the process."""
+        """Raise PipelineError, on every stage, for inputs that do not fill the buffers which stages
+        send: a stage would wait for ever, or torch would abort the process."""
         shapes = [tuple(tensor.shape) for tensor in inputs]
         each = [tuple(tensor.shape) for tensor in self._example]
         if shapes != [(rows * microbatches, *rest) for rows, *rest in each]:
@@ -307,7 +312,8 @@ IN_FLIGHT = (
 
 
 class SplitStep:
-    """Ends the steps of one stage, each in several moments of the next one."""
+    """Decides the steps of one stage; each decision is split over several points of the next
+    step."""
 
     def __init__(
         self,
@@ -317,35 +323,34 @@ class SplitStep:
     ) -> None:
         """
         Args:
-            check: raises where the model or a hyperparameter cannot be updated.
-            groups: those of the optimizer.
+            check: raises an error if the model or a hyperparameter does not allow an update.
+            groups: parameter groups of the optimizer.
         """
         self._engine, self._check, self._groups = engine, check, groups
         self._requested: tuple[list[dict[str, Any]], bool] | None = None
-        """Hyperparameters and `skip` of a step that is not decided."""
+        """Hyperparameters and `skip` of the undecided step; None without such a step."""
         self._is_over = self._samples = False
         self._decide_sent: Callable[[], None] = lambda: None
-        """Decides the step whose squares are sent; nothing if there is none."""
+        """Decides the step whose squares were sent; does nothing without such a step."""
         self._in_flight: deque[int] = deque()
-        """For each microbatch between forward and backward, the version of its weights."""
+        """Version of the weights that each microbatch between forward and backward has read."""
 
     @property
     def is_asked(self) -> bool:
-        """step() was called for the last microbatches."""
+        """True if step() was called for the last microbatches."""
         return self._requested is not None
 
     def require_asked(self, what: str) -> None:
-        """Raises EngineError if step() was not called for the last microbatches."""
+        """Raise EngineError if step() was not called for the last microbatches."""
         if self._engine.guard.in_flight and self._requested is None:
             raise EngineError(f"{what} between run() and step(): end the step first")
 
     def run_begins(self) -> None:
-        """A step's microbatches are about to run; nothing is sent yet that other stages would wait
-        for.
+        """Begin a run. Called before any send, so that no stage waits for a stage that raises here.
 
         Raises:
             EngineError: step() was not called for the last microbatches.
-            LossScaleError: gradients overflow at the smallest loss scale; on every stage.
+            LossScaleError: gradients overflow at the smallest loss scale; raised on every stage.
         """
         self.require_asked("run()")
         if self._engine.guard.in_flight:
@@ -356,7 +361,7 @@ class SplitStep:
 
         Raises:
             EngineError: no microbatch was run since the last call.
-            ModelError: a parameter was changed by others since `offload()`.
+            ModelError: a parameter was changed outside of the engine since `offload()`.
         """
         if self._requested is not None:
             raise EngineError("step() twice: run() the microbatches of the next step first")
@@ -368,39 +373,39 @@ class SplitStep:
         self._send()
 
     def backwards_end(self) -> None:
-        """The last backward of a step is over on this stage."""
+        """Called after a step's last backward on this stage."""
         self._is_over = True
         self._send()
 
     def begin(self) -> None:
-        """The first forward of a step is about to begin: parameters become the newest weights."""
+        """Called before the first forward of a step; publishes the newest weights."""
         self._engine.guard.in_flight = IN_FLIGHT
         if not self._engine.guard.delay_goes_on:
             self._engine.publish_weights()
         self._engine.guard.delay_goes_on = False
 
     def forward_begins(self) -> None:
-        """The forward of a microbatch is about to run."""
+        """Called before the forward of a microbatch."""
         self._in_flight.append(self._engine.program.mode.version)
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """The backward of the oldest microbatch in flight runs inside."""
+        """Context for the backward of the oldest microbatch in flight."""
         is_old = self._in_flight.popleft() != self._engine.program.mode.version
         if is_old:
             self._engine.switch_version(to_previous=True)
         with self._engine.micro_step():
             yield
-        # Not after a failure: with microbatches in flight nothing but close() follows.
+        # Skipped after a failure: with microbatches in flight only close() can follow.
         if is_old:
             self._engine.switch_version(to_previous=False)
 
     def sample_timeline(self) -> None:
-        """Follow the lanes from the next decision on, until the one after it."""
+        """Record the timeline from the next decision until the one after it."""
         self._samples = True
 
     def decide(self) -> None:
-        """Decide the last step, if there is one; see [Note: Without a flush].
+        """Decide the previous step, if it is undecided; see [Note: Without a flush].
 
         Raises:
             RankError: stages disagree about the step.
@@ -422,7 +427,8 @@ class SplitStep:
         for group, then in zip(self._groups, hyperparameters, strict=True):
             group.update(then)
         try:
-            # All have sent before the microbatch came that is about to run here.
+            # Does not wait: all stages sent their squares before the input of the next forward
+            # here.
             norm = receive()
             decision = self._engine.launch_update(norm, skip=skip)
             self._engine.conclude(norm, decision, micro_steps)
@@ -431,14 +437,14 @@ class SplitStep:
                 group.update(current)
 
     def drain(self, *, newest: bool) -> None:
-        """No microbatch is in flight any more, and the last step is decided.
+        """Decide the last step. Called when no microbatch is in flight any more.
 
         Args:
-            newest: parameters become the newest weights; otherwise those that the next step's
+            newest: publish the newest weights; False: publish the weights that the next step's
                 forwards read.
         """
         if not newest:
-            # The last step's backwards, which read the version before, are over.
+            # The last step's backwards, which read the previous version, have ended.
             self._engine.publish_weights()
         self._decide_sent()
         self._engine.guard.in_flight = ""
@@ -447,11 +453,11 @@ class SplitStep:
             self._engine.publish_weights()
 
     def _send(self) -> None:
-        """Send the squares once the backwards are over and step() was called, whichever is last."""
+        """Send the squares once the backwards have ended and step() was called, in either order."""
         if self._is_over and self._requested is not None:
             engine = self._engine
             engine.guard.require_open("step")
-            # Waits for the host's last norm here, and not for any other rank.
+            # Waits only for the norm of this host's last update, not for other ranks.
             receive = engine.step_gradients.send_squares("step")
             micro_steps = engine.gradients.micro_steps
             engine.gradients.drop(in_flight=False)
@@ -461,7 +467,7 @@ class SplitStep:
 
 
 class UnflushedPipeline(Pipeline):
-    """A pipeline without flushes: see [Note: Without a flush]."""
+    """A pipeline without flushes; see [Note: Without a flush]."""
 
     def _begin(self, schedule: str) -> None:
         if self._microbatches < self.stages.size:
@@ -473,7 +479,7 @@ class UnflushedPipeline(Pipeline):
         groups = self.optimizers[0].param_groups
         self._step = self.optimizers[0].split(partial(SplitStep, groups=groups))
         self._last: Callable[[], Tensor] | None = None
-        """Waits for the losses of the last step."""
+        """Waits for and returns the losses of the last run; None if nothing is in flight."""
         self._unflushed = Unflushed(
             replace(self._specs[0], micro_step=self._step.micro_step),
             microbatches=self._microbatches,
@@ -481,7 +487,7 @@ class UnflushedPipeline(Pipeline):
             moments=self,
             **self._where,
         )
-        # All stages wait for each other here, and nowhere later.
+        # All stages wait for each other here, so that they need not later.
         self._norm.agree_on_names()
 
     def run(
@@ -503,17 +509,17 @@ class UnflushedPipeline(Pipeline):
             self._unflushed.run(inputs, target, more)
         losses = torch.stack(self._losses).float().cpu() if self._losses else None
         before, self._last = self._last, self._send_losses(losses)
-        # The last stage has sent these before it sent the gradients that this stage has received.
+        # Does not wait: the last stage sent these losses before the gradients received here.
         return self._received(before)
 
     def step(self, *, skip: bool = False) -> None:
-        """End a step: what `param_groups` hold now is its update's. Stages have microbatches of it
-        left, and decide it in the next `run`."""
+        """End a step with the current hyperparameters of `param_groups`. Microbatches of the step
+        remain in flight; stages decide it in the next `run`."""
         self._require_intact()
         self._step.ask(skip=skip)
 
     def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
-        # Stages are at different microbatches: some would send squares where others send losses.
+        # Stages are at different microbatches: some would send squares while others send losses.
         if self._last is not None:
             raise PipelineError("evaluate() with microbatches in flight: call drain() first")
         return super().evaluate(*inputs, target=target, **more)
@@ -530,8 +536,8 @@ class UnflushedPipeline(Pipeline):
         return self._received(last)
 
     def close(self) -> None:
-        # Other stages have sent what this one would receive in its next run: they would wait for it
-        # for ever. After an exception they may have sent less, and nobody can say what.
+        # Finish first: other stages would wait for ever for receives of this stage's next run.
+        # After an exception it is unknown what they have sent.
         if self._last is not None and not self._is_broken and sys.exc_info()[0] is None:
             if not self._step.is_asked:
                 self.step(skip=True)

@@ -1,11 +1,12 @@
-"""Prediction of a step of a pipeline: the program of each stage, and what they send each other.
+"""Predicts a pipeline's step time from the program of each stage and the transfers between stages.
 
 [Note: What a pipeline costs]
-Every stage has the program that its engine runs, driven in the order of the schedule, with the
-durations of [Note: What a step costs]. A stage's first operation of a microbatch waits for the one
-before it (forward) or after it (backward) to have ended, and for the transfer: the bytes of the
-activation over the link between them, one transfer after the other in each direction. A step is
-decided when the squares of all stages are known. Bubble is what a stage's compute waits for others.
+The program of every stage is the one that its engine runs, driven in the order of the schedule,
+with the durations of [Note: What a step costs]. A stage's first operation of a microbatch waits for
+the end of the previous stage's forward or the next stage's backward, and for the transfer: the
+bytes of the activation over the link between them, one transfer at a time in each direction. A step
+is decided when the squares of all stages are known. Bubble is the time in which a stage's compute
+waits for other stages.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.simulate import Timed, timed
 
 OTHER_STAGES = "other stages"
-"""In place of a lane: what the device waits for."""
+"""Key of `Prediction.exposed_s` for the time in which the device waits for other stages."""
 
 _SUMS = ("seconds", "launch_s", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes", "sent")
-"""Figures of a prediction that stages on one rank add up."""
+"""Fields of a prediction that are added for stages of one rank."""
 
 _STEPS = 3
-"""Simulated steps; the last one counts."""
+"""Number of simulated steps; the result is the duration of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What two neighbouring stages send each other.
+    """Link between two neighbouring stages.
 
     Attributes:
-        stage: the first of the two.
-        between_hosts: some pair of their ranks is on two hosts.
-        seconds: of one microbatch, one way.
-        nbytes: of one microbatch, one way.
+        stage: index of the first of the two.
+        between_hosts: True if some pair of their ranks is on two hosts.
+        seconds: transfer time of one microbatch in one direction.
+        nbytes: bytes of one microbatch in one direction.
     """
 
     stage: int
@@ -58,13 +59,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """One step of many.
+    """Times of one step in a steady state.
 
     Attributes:
-        ranks: of the pipeline, each with as many stages.
+        ranks: number of ranks of the pipeline, each with the same number of stages.
         compute_s: stage → seconds of forward, backward and recompute.
-        links: between neighbours.
-        flops, recomputed: of a rank in a step, on average.
+        links: links between neighbouring stages.
+        flops, recomputed: FLOPs of a rank in a step, on average.
     """
 
     seconds: float
@@ -76,7 +77,7 @@ class PipelineTimes:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Rank → share of the step in which its device does not compute."""
+        """For each rank, the fraction of the step in which its device does not compute."""
         busy = (sum(self.compute_s[rank :: self.ranks]) for rank in range(self.ranks))
         return tuple(1 - busy_s / self.seconds for busy_s in busy)
 
@@ -84,7 +85,8 @@ class PipelineTimes:
 def pipeline_times(
     stages: Sequence[Placement], machine: Machine, schedule: Schedule
 ) -> PipelineTimes:
-    """Simulate a step of a pipeline of these stages, each the placement of one of its ranks."""
+    """Simulate a step of a pipeline. `stages`: for each stage, the placement of one of its
+    ranks."""
     costs = [Costs(stage, machine) for stage in stages]
     links = links_of(stages, machine)
     ranks = len(stages) // stages[0].config.ranks.stages_per_rank
@@ -92,9 +94,9 @@ def pipeline_times(
     few, some = 2 * depth, 3 * depth
     if count <= some:
         seconds = _step_s(costs, links, schedule, count, ranks)
-    elif count % ranks and schedule == INTERLEAVED:  # in rounds of more than `ranks`
+    elif count % ranks and schedule == INTERLEAVED:  # rounds of more than `ranks`
         seconds = _step_s(costs, links, schedule, count, ranks)
-    else:  # each further microbatch takes as long as those between the two sizes
+    else:  # the time per further microbatch is constant: extrapolate from two sizes
         small, large = (_step_s(costs, links, schedule, n, ranks) for n in (few, some))
         seconds = large + (count - some) * (large - small) / (some - few)
     each = [
@@ -113,10 +115,10 @@ def pipeline_times(
 def as_part_of(
     alone: Prediction, times: PipelineTimes, held: Sequence[Placement], peak: float
 ) -> Prediction:
-    """Return the prediction of a rank's stages alone as it is in their pipeline.
+    """Return the prediction of a rank as a part of the pipeline, from that of its stages alone.
 
     Args:
-        peak: FLOPs per second of the data sheet; 0: unknown.
+        peak: FLOPs per second in the data sheet; 0: unknown.
     """
     config, stages = held[0].config, [placed.config.stage for placed in held]
     sent = sum((not stage.is_first) + (not stage.is_last) for stage in stages if stage is not None)
@@ -135,7 +137,7 @@ def as_part_of(
 
 
 def added_to(prediction: Prediction, other: Prediction) -> Prediction:
-    """Return the work and transfers of two stages on one rank, one after the other."""
+    """Add the work and transfers of two stages that run one after the other on one rank."""
 
     def lanes(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
         return {lane: first.get(lane, 0.0) + second.get(lane, 0.0) for lane in {*first, *second}}
@@ -149,9 +151,9 @@ def added_to(prediction: Prediction, other: Prediction) -> Prediction:
 
 
 def least_seconds(stages: Sequence[Placement], machine: Machine, schedule: Schedule) -> float:
-    """Return what the busiest of compute, bus and the host's memory takes alone. Compute: the
-    busiest stage with all of its microbatches, and, where steps end with a flush, one of them on
-    every other stage."""
+    """Return a lower bound of the step time: the time of the busiest of compute, bus and host
+    memory. Compute is that of the busiest stage with all its microbatches; if steps end with a
+    flush, also one microbatch on every other stage."""
     count = stages[0].config.train.grad_accum_steps
     of_stages = [Costs(stage, machine) for stage in stages]
     each = [
@@ -163,9 +165,9 @@ def least_seconds(stages: Sequence[Placement], machine: Machine, schedule: Sched
 
 
 def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:
-    """Return the links between neighbours: ranks of a stage have numbers one after the other, and
-    fill the hosts; those that cross between two hosts share what links these. Each part of matrices
-    sends the whole activation to the same part of the next stage."""
+    """Return the links between neighbouring stages. Ranks of a stage have consecutive numbers, and
+    fill the hosts. Pairs of ranks on two hosts share the bandwidth between these. Each part of
+    matrices sends the complete activation to the same part of the next stage."""
     width = stages[0].spec.replicas * stages[0].config.ranks.tensor
     tokens = stages[0].config.train.micro_batch * stages[0].config.data.seq_len
     nbytes = tokens * stages[0].config.model.d_model * stages[0].weight_bytes
@@ -185,13 +187,14 @@ def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:
 
 @dataclass(slots=True)
 class _Rank:
-    """The launches of a rank's stages, on lanes that they share, and their turns in them."""
+    """Launches of all stages of a rank, which share its lanes, and the turns that they belong
+    to."""
 
     program: list[Timed] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     turns: dict[OfStage, StageTurn] = field(default_factory=dict)
     starts: dict[int, OfStage] = field(default_factory=dict)
-    """Launch → the turn that it begins."""
+    """Index of a launch → the turn that begins with it."""
 
 
 def _step_s(
@@ -199,7 +202,7 @@ def _step_s(
 ) -> float:
     each = [_rank(costs[rank::ranks], schedule, rank, ranks, count) for rank in range(ranks)]
     ended = _simulated(each, links)
-    # Two steps that are decided follow each other: the time between is a step.
+    # The time between two consecutive decisions is the time of a step.
     decided = [OfStage(0, Turn("decide", step)) for step in range(_STEPS)]
     known = [turn for turn in decided if turn in each[0].turns][-2:]
     early, late = (ended[0][each[0].turns[turn].last] for turn in known)
@@ -210,9 +213,9 @@ def _rank(costs: Sequence[Costs], schedule: Schedule, rank: int, ranks: int, cou
     """Drive the programs of a rank's stages in turn.
 
     Args:
-        costs: of each of them.
+        costs: costs of each of the rank's stages.
     """
-    steps = _STEPS + (schedule == NO_FLUSH)  # whose last one is not decided
+    steps = _STEPS + (schedule == NO_FLUSH)  # without flushes the last step is not decided
     driven = [_driven(stage_costs, schedule, count) for stage_costs in costs]
     order = rank_order(schedule, rank, ranks, len(costs), count, steps)
     turns = [
@@ -222,7 +225,7 @@ def _rank(costs: Sequence[Costs], schedule: Schedule, rank: int, ranks: int, cou
     ]
     alone, result = [timed(driver.operations) for driver in driven], _Rank()
     places: list[list[int]] = [[] for _ in costs]
-    """Of a stage: its launch → the rank's."""
+    """For each stage: index of a launch in the stage → its index in the rank."""
     for stage, turn, end in turns:
         local = stage // ranks
         for operation in alone[local][len(places[local]) : end]:
@@ -244,7 +247,7 @@ def _driven(costs: Costs, schedule: Schedule, count: int) -> Driven:
 
 
 def _simulated(ranks: Sequence[_Rank], links: Sequence[Link]) -> list[list[float]]:
-    """Return the end of each launch of each rank."""
+    """Return the end times of each launch of each rank, in seconds."""
     ends: list[list[float]] = [[] for _ in ranks]
     latest: list[dict[Lane, float]] = [{} for _ in ranks]
     arrivals = _Arrivals(ranks, links, ends)
@@ -256,7 +259,7 @@ def _simulated(ranks: Sequence[_Rank], links: Sequence[Link]) -> list[list[float
             while len(done) < len(rank.program):
                 turn = rank.starts.get(len(done))
                 start = 0.0 if turn is None else arrivals.of(*turn)
-                if start is None:  # another stage comes first
+                if start is None:  # another stage must run first
                     break
                 operation = rank.program[len(done)]
                 before = (done[other] for other in operation.after)
@@ -269,7 +272,7 @@ def _simulated(ranks: Sequence[_Rank], links: Sequence[Link]) -> list[list[float
 
 
 class _Arrivals:
-    """When a turn may begin, as far as other stages are concerned."""
+    """Computes the earliest start of a turn that other stages allow."""
 
     def __init__(
         self, ranks: Sequence[_Rank], links: Sequence[Link], ends: Sequence[list[float]]
@@ -277,11 +280,11 @@ class _Arrivals:
         self._ranks, self._links, self._ends = ranks, links, ends
         self._count = len(links) + 1
         self._free: dict[tuple[int, bool], float] = {}
-        """Link and direction → the end of its last transfer."""
+        """(link, is forward) → end time of its last transfer."""
 
     def of(self, stage: int, turn: Turn) -> float | None:
-        """Return the moment; None if it is not known yet. Asked in the order of the stage's turns,
-        which is that of the transfers to it."""
+        """Return the earliest start; None if it is not known yet. Must be called in the order of
+        the stage's turns, which is the order of transfers to it."""
         match turn.kind:
             case "forward":
                 return 0.0 if stage == 0 else self._sent(stage - 1, turn, forward=True)

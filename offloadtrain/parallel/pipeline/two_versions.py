@@ -2,23 +2,23 @@
 
 [Note: Two versions]
 A pipeline without flushes (PipeDream-2BW) begins the forwards of step t+1 before the backwards of
-step t have ended. The weights of step t, W(t), are then needed with those of step t+1, which are
-W(t) - update of the gradient at W(t-1): the recurrence of Delayed. So there are two versions on the
-device. Adam of step t-1 ends while step t computes, and its weights go up at once, into the version
-that step t-1 has used: its last backward is over when its norm is known. Only what parameters are
-views of changes later, when the first forward of step t+1 begins (`flush`). Graphs in flight keep
-the memory that they were built with. The last stage has no microbatch in flight then and needs one
-version, as Delayed does. A backward of step t after that forward may run forwards again
-(recompute): `switch_version` gives it the version that they have read.
+step t have ended. It then needs the weights of step t, W(t), as well as those of step t+1, which
+are W(t) - update of the gradient at W(t-1): the recurrence of Delayed. So there are two versions on
+the device. Adam of step t-1 ends while step t computes, and its weights are uploaded at once, into
+the version that step t-1 has used: its last backward has ended when its norm is known. Parameters
+become views of the new version later, when the first forward of step t+1 begins (`flush`). Graphs
+in flight keep the memory that they were built with. The last stage has no microbatch in flight then
+and needs one version, as in Delayed. A backward of step t after that forward may run forwards again
+(recompute): `switch_version` restores the version that they have read.
 
-Of a streamed block both versions are where its loads read them, on the host or as shards on the
-device, and a slot holds one of them at a time: what is in a slot when compute turns to the other
-version is dropped, and the next use loads that one. So a graph in flight keeps no memory of the
-weights that it was built with; its backward, for which compute has turned back, loads them again.
-On the host the versions are the two memories that Delayed has as well. Adam writes new weights into
-the one that no load reads, after the last load of what it held. A state that holds the weights
-itself is one of the two: before Adam changes it in place, the weights in use are copied to the
-other (`keep`), and loads read them there.
+For a streamed block, both versions are where its loads read them, on the host or as shards on the
+device, and a slot contains one of them at a time. When compute switches to the other version, the
+content of the slot is dropped, and the next use loads the right version. So a graph in flight keeps
+no memory of the weights that it was built with; its backward, before which compute has switched
+back, loads them again. On the host the versions are the two memories that Delayed also has. Adam
+writes new weights into the memory that no load reads, after the last load of its old content. A
+state that contains the weights itself is one of the two memories: before Adam changes it in place,
+the weights in use are copied to the other (`keep`), and loads read that copy.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from offloadtrain.step.program.updates import Decision, Exact, Speculation, Upda
 
 
 class TwoVersions(Exact):
-    """Delayed, with memory of their own for new weights on the device: [Note: Two versions]."""
+    """Delayed, with separate memory for new weights on the device: [Note: Two versions]."""
 
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)
         self._hidden: Sequence[BlockRefs] = ()
-        """Blocks whose new weights are on the device, in the version that nothing reads yet."""
+        """Blocks whose new weights are on the device, in the version that is not in use yet."""
         self._shown: Sequence[BlockRefs] = ()
-        """Blocks whose newest weights took the place of others in the last flush that had any."""
+        """Blocks whose parameters switched to new weights in the last flush that had any."""
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         if not decision.skipped:
             for bucket in (bucket for _, buckets in order for bucket in buckets):
-                # All of them before the first update: a load waits for its block's copy only.
+                # All copies before the first update: a load waits only for its own block's copy.
                 self._keep(bucket)
                 bucket.updates_other_version = True
-            # These uploads wait for compute so far, the last readers of the version before among
-            # it, and run concurrently with what compute is given from here on.
+            # These uploads wait for the compute submitted so far, which includes the last readers
+            # of the previous version, and run concurrently with compute submitted later.
             self._apply(order, decision)
             self._updates.read_ahead(order)
             self._hidden = order
@@ -80,26 +80,26 @@ class TwoVersions(Exact):
     def switch_version(self, *, to_previous: bool) -> None:
         for bucket in (bucket for _, buckets in self._shown for bucket in buckets):
             self._updates.switch_version(bucket)
-        # No upload is on its way to either version: the step whose backwards read the one before is
-        # not decided. Compute has waited for both.
+        # No upload to either version is in flight: the step whose backwards read the previous
+        # version is not decided yet. Compute has waited for both.
         by = -1 if to_previous else 1
         self._updates.enter_version(self._shown, by)
         self.version += by
 
     def _keep(self, bucket: BucketRefs) -> None:
-        """The state is about to change: loads read a snapshot of the weights in use from now on."""
-        # Of two versions, loads read the one in the state, which the next update overwrites.
+        """Copy the weights in use before the state changes; loads read the snapshot from now on."""
+        # Only if loads read the version in the state, which the next update overwrites.
         if bucket.loads_in_turn and bucket.load_source.memory is Memory.STATE:
-            # Host, during forward: waits for loads in flight of the version before; the next loads
-            # of the block wait for it.
+            # Host, during forward: waits for loads in flight of the previous version; the next
+            # loads of the block wait for it.
             snapshot = bucket.ref(Memory.SNAPSHOT)
             self._updates.launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, snapshot)
             self._updates.switch_version(bucket)
 
 
 def close_sums(program: Program) -> None:
-    """Keep the measured gradients for a later decision; new ones belong to the next step, which
-    writes to the other sum where there are two."""
+    """Set the measured gradients aside for a later decision. New gradients belong to the next step,
+    and are added to the other sum if there are two."""
     program.end_step()
     for bucket in program.spec.buckets:
         gradient = program.buckets[bucket.name].gradient
@@ -109,9 +109,9 @@ def close_sums(program: Program) -> None:
 
 
 def rows_without_flush(stage: int, stages: int) -> dict[str, Any]:
-    """Return the fields of `StepSpec` that a stage sets where steps follow each other without a
-    flush: all but the last one have two versions of their working weights, all but the first two
-    sums of their gradients ([Note: Without a flush] in `parallel.pipeline.steps`)."""
+    """Return the fields of `StepSpec` for a stage without flushes between steps. All stages except
+    the last have two versions of their working weights; all except the first have two sums of their
+    gradients ([Note: Without a flush] in `parallel.pipeline.steps`)."""
     is_last = stage == stages - 1
     return {
         "weight_versions": 1 if is_last else 2,

@@ -1,9 +1,10 @@
-"""The transformer in parts of its matrices, as Megatron-LM divides them (arXiv:1909.08053).
+"""Divides the transformer's matrices among ranks, as Megatron-LM does (arXiv:1909.08053).
 
-Matrices into heads and hidden units are divided by rows of the weight, those out of them by
-columns, so that each half of a block sums once over the parts: forward what it adds to the residual
-stream, backward the gradient of its input. Norms, embedding and head are whole on every rank: all
-parts compute them alike, from the same batch. The same holds for experts and their router.
+Matrices that produce heads and hidden units are divided along the rows of the weight, matrices that
+consume them along the columns. Each half of a block then sums once over the parts in forward (its
+addition to the residual stream) and once in backward (the gradient of its input). Every rank holds
+norms, embedding, head, experts and their router in full: all parts compute the same from the same
+batch.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from offloadtrain.parallel.tensor.styles import divide_linear, shrink
 from offloadtrain.runtime.tensor_parts import AS_LARGE_AS_EXPERTS, FUSED_ROWS, keep_part
 
 BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
-"""Linear layers of a block, by the dimension of their weight that is divided."""
+"""Linear layers of a block, by the divided dimension of their weight."""
 
 OF_ATTENTION = slice(1)
-"""Those of a block whose MLP are experts, which every part computes whole."""
+"""The attention layers in both; with experts as MLP only these are divided."""
 
 
 def divided(shape: ModelShape, mesh: Mesh) -> Transformer:
-    """Return the transformer on the meta device, of which this rank holds its part."""
-    with torch.device("meta"):  # created block by block: there is never a second copy
+    """Return the transformer on the meta device, with this rank's parts of divided tensors."""
+    with torch.device("meta"):  # allocated later, block by block, so there is never a second copy
         model = Transformer(shape)
     if mesh.tensor is not None:
         divide_matrices(model, mesh.tensor)
@@ -42,16 +43,17 @@ def divided(shape: ModelShape, mesh: Mesh) -> Transformer:
 
 
 def initializer(model: Transformer, seed: int, mesh: Mesh) -> Callable[[nn.Module], None]:
-    """Return what fills a module with this rank's part of the first weights of the whole model."""
+    """Return a function that fills a module with this rank's part of the model's initial
+    weights."""
     in_parts = mesh.tensor is not None or mesh.experts is not None
     return model.initializer(seed, keep_part if in_parts else None)
 
 
 def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
-    """Make the matrices of every block DTensors, of which this rank holds a part.
+    """Turn the matrices of every block into DTensors, of which this rank holds a part.
 
     Args:
-        mesh: its only axis are the ranks that hold the parts; they divide heads and hidden units.
+        mesh: one axis, with the ranks that hold the parts; heads and hidden units are divided.
     """
     for module in model.blocks:
         block = cast(TransformerBlock, module)
@@ -79,7 +81,7 @@ def _divided(block: TransformerBlock) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def with_fewer_experts(model: Transformer, parts: int) -> None:
-    """The same for experts: of the sizes that `expert_parallel` leaves."""
+    """Reduce experts on the meta device to the sizes that `expert_parallel` leaves."""
     for experts in model.modules() if parts > 1 else ():
         if isinstance(experts, Experts):
             for name, _ in list(experts.named_parameters(recurse=False)):
@@ -88,8 +90,8 @@ def with_fewer_experts(model: Transformer, parts: int) -> None:
 
 
 def narrowed(model: Transformer, parts: int) -> None:
-    """Make the matrices of every block, on the meta device, as large as a part of them: of the same
-    sizes as `divide_matrices`, without any rank but this one."""
+    """Reduce the matrices of every block, on the meta device, to the sizes that `divide_matrices`
+    leaves; needs no other ranks."""
     for block in model.blocks if parts > 1 else ():
         for name in chain(*_divided(cast(TransformerBlock, block))):
             linear, by_rows = cast(nn.Linear, block.get_submodule(name)), name in BY_ROWS

@@ -1,8 +1,8 @@
-"""How modules of tensor parallel run: what of their inputs, weights and outputs each part has.
+"""Hooks for modules of tensor parallelism: the parts of inputs, weights and outputs on each rank.
 
-A module keeps its own forward. Hooks around it say which part of a tensor this rank has, so that
-autograd sums over the parts where it must: forward what each part adds to an output, backward what
-each part adds to the gradient of an input.
+A module keeps its own forward. Hooks around it declare which part of a tensor is on this rank, so
+that autograd sums over the parts where necessary: in forward the contributions to an output, in
+backward the contributions to the gradient of an input.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from offloadtrain.parallel.mesh import DeviceMesh
 from offloadtrain.runtime.tensor_parts import is_distributed, keep_part
 
-# DTensor takes a second to import, which others do not need: functions here do it.
+# DTensor takes a second to import, so only functions that need it import it.
 
 
 def divided_dim(linear: nn.Module, *, outputs: bool) -> int:
-    """Return the dimension of a linear layer's weight that its outputs, or inputs, are along.
+    """Return the dimension of a linear layer's weight for its outputs, or for its inputs.
 
     GPT-2's `Conv1D` is a linear layer whose weight is (inputs, outputs).
     """
@@ -28,11 +28,11 @@ def divided_dim(linear: nn.Module, *, outputs: bool) -> int:
 
 
 def divide_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
-    """Make a parameter a DTensor along a mesh of one axis; this rank takes its part of what it has,
-    and sends nothing. Its memory has the order of [Note: Parts of matrices].
+    """Turn a parameter into a DTensor along a one-dimensional mesh. This rank keeps its part of its
+    own values; nothing is sent. The memory has the order of [Note: Parts of matrices].
 
     Args:
-        dim: the dimension that is divided; None: each rank keeps all of it.
+        dim: the divided dimension; None: each rank keeps the complete parameter.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -56,7 +56,7 @@ def divide_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | 
 
 
 def shrink(module: nn.Module, name: str, dim: int, parts: int) -> None:
-    """Make a parameter without values as large as a part of it, without any rank but this one."""
+    """Reduce a parameter without values to the size of a part; needs no other ranks."""
     param: Tensor = getattr(module, name)
     sizes = list(param.shape)
     sizes[dim] //= parts
@@ -64,8 +64,8 @@ def shrink(module: nn.Module, name: str, dim: int, parts: int) -> None:
 
 
 def _slowest(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return strides for `sizes` where `dim` varies slowest. In tensors with more than two
-    dimensions the first one, that of experts, stays slowest."""
+    """Return strides for `sizes` with `dim` as the slowest dimension. In tensors with more than two
+    dimensions the first dimension, which counts experts, remains the slowest."""
     first = [0] if len(sizes) > 2 and dim else []
     order = [*first, dim, *(axis for axis in range(len(sizes)) if axis not in (*first, dim))]
     stride, step = [0] * len(sizes), 1
@@ -77,12 +77,12 @@ def _slowest(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
 def divide_linear(
     linear: nn.Module, mesh: DeviceMesh, *, outputs: bool, whole: bool = False
 ) -> None:
-    """Make the weights of a linear layer DTensors along a mesh of one axis; each rank takes its
-    part of what it has, and sends nothing.
+    """Turn the parameters of a linear layer into DTensors along a one-dimensional mesh. Each rank
+    keeps its part of its own values; nothing is sent.
 
     Args:
-        outputs: its outputs are divided; otherwise its inputs, and outputs are sums over the parts.
-        whole: all else of the model is not divided: outputs are gathered, or inputs are cut.
+        outputs: divide the outputs; False: divide the inputs, and sum outputs over the parts.
+        whole: neighbouring layers are not divided: gather the outputs, or cut the inputs.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -95,12 +95,12 @@ def divide_linear(
     passed_on = of_part if outputs and not whole else of_all
 
     def into(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Backward waits for the other parts here, as all of them read the full input.
+        # Backward waits for the other parts here: all of them read the full input.
         x = DTensor.from_local(args[0], mesh, input_placements, run_check=False)
         return x.redistribute(placements=wanted_placements), *args[1:]
 
     def out_of(_: nn.Module, args: object, output: Any) -> Tensor:
-        # Waits for the other parts where outputs are sums over them, or are gathered.
+        # Waits for the other parts if outputs are summed over them or gathered.
         result: Tensor = output.redistribute(placements=passed_on).to_local()
         return result
 
@@ -109,8 +109,8 @@ def divide_linear(
 
 
 def stand_alone(linear: Any, parts: int, outputs: bool, whole: bool) -> None:
-    """Give a linear layer without values, and without other ranks, the sizes that it has among
-    them: outputs gathered, or inputs cut."""
+    """Prepare a linear layer without values for parameters of a part's size; needs no other ranks.
+    With `whole`, hooks repeat outputs to their full size, or cut the inputs."""
 
     def into(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args[0].chunk(parts, -1)[0], *args[1:]
@@ -118,7 +118,7 @@ def stand_alone(linear: Any, parts: int, outputs: bool, whole: bool) -> None:
     def out_of(_: nn.Module, args: object, output: Tensor) -> Tensor:
         return torch.cat([output] * parts, dim=-1)
 
-    if outputs and hasattr(linear, "nf"):  # of a Conv1D, which views its outputs by it
+    if outputs and hasattr(linear, "nf"):  # `Conv1D` shapes its outputs by it
         linear.nf //= parts
     if whole and outputs:
         linear.register_forward_hook(out_of)
@@ -127,16 +127,16 @@ def stand_alone(linear: Any, parts: int, outputs: bool, whole: bool) -> None:
 
 
 def norm_each_head(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Run a norm over the last dimension, whose inputs are divided along another, the heads: the
-    gradients of its weights are sums over the parts."""
+    """Run a norm over the last dimension with inputs that are divided along the heads: the
+    gradients of its weights are summed over the parts."""
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-    # Which dimension it takes for the divided one does not matter: the norm is over the last.
+    # The divided dimension assumed here has no effect: the norm is over the last dimension.
     parallelize_module(norm, mesh, SequenceParallel(use_local_output=True), src_data_rank=None)
 
 
 def run_with_parts(module: nn.Module) -> None:
-    """Give a module's forward this rank's parts of its own parameters as plain tensors."""
+    """Run a module's forward with plain tensors of this rank's parts in place of its DTensors."""
     saved: dict[str, Any] = {}
 
     def into(_: nn.Module, args: object) -> None:
@@ -154,10 +154,10 @@ def run_with_parts(module: nn.Module) -> None:
 
 
 def sum_over_parts(module: nn.Module, mesh: DeviceMesh, *, inputs: bool) -> None:
-    """Sum a module's output over the parts, each of which has computed some of it.
+    """Sum a module's output over the parts, each of which has computed a summand.
 
     Args:
-        inputs: backward sums the gradients of its inputs, too.
+        inputs: also sum the gradients of its inputs in backward.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -166,7 +166,7 @@ def sum_over_parts(module: nn.Module, mesh: DeviceMesh, *, inputs: bool) -> None
         return tuple(_summed_backward(value, mesh) for value in args), summed
 
     def out_of(_: nn.Module, args: object, output: Any) -> Tensor:
-        # Waits for what the other parts have computed.
+        # Waits for the summands of the other parts.
         summands = DTensor.from_local(output, mesh, [Partial()], run_check=False)
         total: Tensor = summands.redistribute(placements=[Replicate()]).to_local()
         return total
@@ -177,8 +177,8 @@ def sum_over_parts(module: nn.Module, mesh: DeviceMesh, *, inputs: bool) -> None
 
 
 def sum_last_backward(module: nn.Module, mesh: DeviceMesh, width: int) -> None:
-    """Sum the gradient of the last elements of a module's output over the parts: each hands them to
-    its own heads (the rotary keys of multi-head latent attention)."""
+    """Sum the gradient of the last elements of a module's output over the parts, each of which uses
+    them in its own heads (the rotary keys of multi-head latent attention)."""
 
     def out_of(_: nn.Module, args: object, output: Tensor) -> Tensor:
         before, last = output.split([output.shape[-1] - width, width], dim=-1)
@@ -188,8 +188,8 @@ def sum_last_backward(module: nn.Module, mesh: DeviceMesh, width: int) -> None:
 
 
 def _summed_backward(value: Any, mesh: DeviceMesh) -> Any:
-    """Return a tensor of numbers as it is, whose gradient backward sums over the parts, which it
-    waits for; anything else as it is."""
+    """Return the value unchanged. If it is a tensor that requires a gradient, backward sums its
+    gradient over the parts, and waits for them."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     if not isinstance(value, Tensor) or not value.requires_grad:

@@ -1,17 +1,18 @@
-"""Models of transformers in parts of their matrices, by the plan that each brings along.
+"""Divides the matrices of transformers models by the tensor parallel plans of these models.
 
 [Note: Kinds of a plan]
 `colwise` divides a linear layer by its outputs, `rowwise` by its inputs (Megatron-LM,
-arXiv:1909.08053): heads and hidden units between the two are divided. `colwise_gather_output` and
-`rowwise_split_input` divide the weights alike, and nothing between them: outputs are gathered, and
-inputs are cut. So models train whose code between two matrices needs all of it, as norms over all
-heads do (OLMo 2), or slices of queries, keys and values (Phi-3). As this is right for any linear
-layer, models without a plan are divided so: each linear layer of their layers by its outputs.
+arXiv:1909.08053); heads and hidden units between the two are divided. `colwise_gather_output` and
+`rowwise_split_input` divide the same weights, but nothing between them: outputs are gathered, and
+inputs are cut. They serve models whose code between two matrices needs complete tensors, such as
+norms over all heads (OLMo 2), or slices of queries, keys and values (Phi-3). As gathered outputs
+are right for any linear layer, models without a plan get them for each linear layer of their
+layers.
 
-Experts are tensors of three axes, each of whose matrices is divided (`moe_tp_experts`): every part
-computes some hidden units of all experts. A `packed` one is two matrices, gate and value, each of
-which is divided. Embedding, head and norms stay whole on every rank. A norm of queries or keys sees
-the heads of its part only, so that its gradient is summed over the parts.
+Experts are three-dimensional tensors, in which each expert's matrix is divided (`moe_tp_experts`):
+every part computes some hidden units of all experts. A `packed` tensor consists of two matrices,
+gate and value, which are divided separately. Every rank holds embedding, head and norms in full. A
+norm of queries or keys gets only the heads of its part, so its gradient is summed over the parts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _LINEAR = {
     _CUT: (False, True),
     "rowwise_rep": (False, True),
 }
-"""Kind → `outputs` and `whole` of `divide_linear`."""
+"""Kind of a linear layer → arguments `outputs` and `whole` of `divide_linear`."""
 
 _TENSOR = {
     "colwise": (-2, 1),
@@ -56,23 +57,23 @@ _TENSOR = {
     "packed_colwise": (-2, 2),
     "packed_rowwise": (-1, 2),
 }
-"""Kind of a parameter → its divided dimension, and how many matrices follow each other."""
+"""Kind of a parameter → its divided dimension, and the number of matrices packed in it."""
 
 _PER_HEAD, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 _EXPERTS, _OWN, _SUMMED = "moe_tp_experts", "local_params", "all_reduce"
 _MODULE = (_PER_HEAD, _LATENT, _EXPERTS, _OWN, _SUMMED)
 
 _WHOLE = ("replicate", "embedding_rowwise", "embedding_colwise")
-"""Kinds of what gets and hands on whole tensors, which may stay whole."""
+"""Kinds of modules with undivided inputs and outputs, which every rank may hold in full."""
 
 _EVERY_LAYER = "layers.*."
 
 
 class _Entry(NamedTuple):
-    """What a plan says of a module of a layer, or of a parameter that a module owns.
+    """Entry of a plan for a module of a layer, or for a parameter of that module.
 
     Attributes:
-        param: its name in the module; "": the module is meant.
+        param: name of the parameter in the module; "" if the entry is for the module.
     """
 
     path: str
@@ -82,8 +83,8 @@ class _Entry(NamedTuple):
 
 
 def check_plan(model: Any, parts: int) -> None:
-    """Raises ConfigError for a model whose plan is not known here, or whose numbers the parts do
-    not divide."""
+    """Raise ConfigError for a model with an unsupported plan, or with sizes that the number of
+    parts does not divide."""
     setting, name = f"ranks.tensor = {parts}", type(model).__name__
     for key, kind in (_brought(model) or {}).items():
         if not _is_known(key, kind):
@@ -113,11 +114,11 @@ def check_plan(model: Any, parts: int) -> None:
 def _is_known(key: str, kind: str) -> bool:
     if key.startswith(_EVERY_LAYER):
         return kind in (*_LINEAR, *_TENSOR, *_MODULE, *_WHOLE)
-    return kind in (*_WHOLE, _GATHERED, _CUT)  # may stay whole
+    return kind in (*_WHOLE, _GATHERED, _CUT)  # outside of layers, where nothing needs division
 
 
 def _problem(entry: _Entry, entries: list[_Entry], parts: int) -> str:
-    """Return why an entry cannot be followed; "": it can."""
+    """Return why an entry is not supported; "" if it is."""
     if entry.param:
         dim, count = _TENSOR[entry.kind]
         shape = getattr(entry.module, entry.param).shape
@@ -143,8 +144,8 @@ def _problem(entry: _Entry, entries: list[_Entry], parts: int) -> str:
 
 
 def _is_torn(experts: _Entry, entries: list[_Entry]) -> bool:
-    """Tell whether a part would hold a gate of hidden units, and the value of others."""
-    if not hasattr(experts.module, "is_concatenated"):  # it does not say how they are stored
+    """Return True if a part would hold gates and values of different hidden units."""
+    if not hasattr(experts.module, "is_concatenated"):  # the order in memory is unknown
         return False
     concatenated = experts.module.has_gate and experts.module.is_concatenated
     kinds = [e.kind for e in entries if e.path == f"{experts.path}.gate_up_proj"]
@@ -169,7 +170,7 @@ def _trial(model: Any, entries: list[_Entry], parts: int) -> str:
 
 
 def divided_dims(model: Any, parts: int) -> dict[str, int]:
-    """Return name of a parameter → the dimension that is divided."""
+    """Return name of a parameter → its divided dimension."""
     dims: dict[str, int] = {}
     for entry in _entries(model, parts):
         if entry.param:
@@ -182,8 +183,8 @@ def divided_dims(model: Any, parts: int) -> dict[str, int]:
 
 
 def narrowed(model: Any, parts: int) -> None:
-    """Make the parameters of a model on the meta device as large as a part of them: of the sizes of
-    `divide`, without any rank but this one. What is gathered, or cut, has its sizes, too."""
+    """Reduce the parameters of a model on the meta device to the sizes that `divide` leaves; needs
+    no other ranks. Inputs that are cut and outputs that are gathered keep their sizes."""
     for entry in _entries(model, parts) if parts > 1 else ():
         if entry.kind in _LINEAR and not entry.param:
             stand_alone(entry.module, parts, *_LINEAR[entry.kind])
@@ -193,10 +194,10 @@ def narrowed(model: Any, parts: int) -> None:
 
 
 def divide(model: Any, mesh: DeviceMesh) -> None:
-    """Make the matrices of every layer DTensors, of which this rank keeps its part of what it has.
+    """Turn the matrices of every layer into DTensors; this rank keeps its part of its own values.
 
     Args:
-        mesh: its only axis are the ranks that hold the parts.
+        mesh: one axis, with the ranks that hold the parts.
     """
     for entry in list(_entries(model, mesh.size())):
         if entry.param:
@@ -236,14 +237,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _brought(model: Any) -> Mapping[str, str] | None:
-    """Return the plan that a model brings along."""
+    """Return the tensor parallel plan of a model; None without one."""
     plan: Mapping[str, str] | None = model.config.get_text_config().base_model_tp_plan
     return plan or None
 
 
 def _entries(model: Any, parts: int) -> Iterator[_Entry]:
-    """Yield what the plan says of every layer; without a plan, that each linear layer is divided by
-    its outputs, where the parts divide them."""
+    """Yield the plan's entries for every layer. Without a plan, yield linear layers divided by
+    their outputs, if the number of parts divides these."""
     plan = _brought(model)
     for part in partition(model):
         for path, module in part.module.named_modules() if part.repeated else ():

@@ -1,14 +1,14 @@
-"""Whether a model's own code can run in parts of its matrices: tried, not read.
+"""Checks that a model's code can run with parts of its matrices, by running it.
 
 [Note: A trial in parts]
-Two copies of the model run over tensors without values: one whole, and one in which divided linear
-layers hand on, and ask for, the sizes of a part. If the second one fails, the code around them
-needs what a part does not have. A module that the plan does not name, that has weights, and that
-gets smaller inputs in the second copy, sees heads or hidden units of its part only: the gradients
-of its weights are its part's, nothing would sum them, and the parts would drift apart without a
-word. In the place of a divided layer stands one without weights: code that reads them elsewhere
-than in the layer's forward fails, and so does code that writes into what a divided layer hands on.
-Of layers that are alike a few are tried.
+Two copies of the model run with tensors without values: an undivided copy, and one in which divided
+linear layers return, and require, the sizes of a part. If the second copy fails, its code needs
+something that a part does not have. A module with weights that the plan does not name, and that
+gets smaller inputs in the second copy, gets only the heads or hidden units of its part: the
+gradients of its weights would not be summed, and the parts would drift apart silently. Divided
+layers are replaced by modules without weights: code that reads the weights outside of the layer's
+forward fails, and so does code that writes into the output of a divided layer. Of equal layers only
+a few are tried.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from offloadtrain.plan.tracing.patches import empty_caches_of, masks_as_in_train
 _ROWS, _TOKENS = 1, 8
 
 Seen = dict[str, list[tuple[int, ...]]]
-"""Module → the sizes of what it gets."""
+"""Path of a module → the shapes of its tensor arguments."""
 
 
 _PATH = "_path_in_whole_model"
-"""Attribute of each module of a copy, which may have fewer layers."""
+"""Attribute of each module of a copy, because a copy may have fewer layers than the model."""
 
 
 class _Handed(torch.autograd.Function):
-    """A view of a part, as DTensors hand on: autograd lets nothing be written into it."""
+    """Returns a view, as DTensors do; autograd refuses in-place writes into it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class _NoWeights(nn.Module):
     def __init__(self, name: str, inputs: int, made: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.name, self.inputs, self.made = name, inputs, made
-        # What layers ask their weights for: no product takes it.
+        # Code reads dtype and device of weights; a matrix product with it fails.
         self.weight = SimpleNamespace(dtype=dtype, device=torch.device("cpu"))
 
     def forward(self, x: Tensor, *_: Any, **more: Any) -> Tensor:
@@ -74,18 +74,18 @@ def problem_of(
     summed: Collection[str],
     parts: int,
 ) -> str:
-    """Return why the model's code cannot run in parts; "": it can.
+    """Return why the model's code cannot run in parts; "" if it can.
 
     Args:
-        linears: path of a divided layer → (inputs, outputs) of the whole, and those of a part.
-        tensors: parameter of a module that runs over its parts → the divided dimension.
+        linears: path of a divided layer → (inputs, outputs) of the model, and those of a part.
+        tensors: parameter of a module that computes with parts → its divided dimension.
         summed: modules whose gradients are summed over the parts.
     """
     full = _tried(model, {path: sizes[0] for path, sizes in linears.items()}, {}, parts)
     if isinstance(full, str):
         if not isinstance(_tried(model, {}, {}, parts), str):
             return f"its code fails without the weights of linear layers ({full})"
-        # It depends on values, and tensors have none here: only missing attributes can be judged.
+        # The code depends on values, which are missing here: only reads of weights can be checked.
         inside = _with_weights(model, [*linears, *summed], tensors)
         unknown = [path for path in inside if path.startswith(_owners(linears))]
         return f"what '{unknown[0]}' gets cannot be tried ({full})" if unknown else ""
@@ -101,7 +101,7 @@ def problem_of(
 
 
 def _owners(linears: Mapping[str, tuple[tuple[int, int], tuple[int, int]]]) -> tuple[str, ...]:
-    """Return the names that begin with a module in which something is divided."""
+    """Return the prefixes of names in modules that contain a divided layer."""
     divided = [path for path, (full, part) in linears.items() if full != part]
     return tuple({f"{path.rpartition('.')[0]}." for path in divided})
 
@@ -109,7 +109,7 @@ def _owners(linears: Mapping[str, tuple[tuple[int, int], tuple[int, int]]]) -> t
 def _with_weights(
     model: nn.Module, named: Collection[str], tensors: Mapping[str, int]
 ) -> list[str]:
-    """List the modules that own weights which the plan does not name."""
+    """Return the modules that own parameters which the plan does not name."""
     names = []
     for name, module in model.named_modules():
         keys = [key for key, _ in module.named_parameters(recurse=False)]
@@ -124,10 +124,10 @@ def _tried(
     tensors: Mapping[str, int],
     parts: int,
 ) -> Seen | str:
-    """Return what modules with weights get, or what the forward says that fails."""
+    """Return the arguments' shapes of modules with weights, or the message of a failed forward."""
     runs = runs_of(model)
     inputs = _run(model, linears, tensors, parts, runs)
-    if isinstance(inputs, str) and runs:  # it may count its layers
+    if isinstance(inputs, str) and runs:  # the code may count its layers: try with all
         return _run(model, linears, tensors, parts, ())
     return inputs
 
@@ -152,7 +152,7 @@ def _run(
                     module.register_forward_pre_hook(note, with_kwargs=True)
             tokens = torch.ones((_ROWS, _TOKENS), dtype=torch.long, device="cpu")
             copied(input_ids=tokens, use_cache=False)
-    except Exception as error:  # whatever its code says of sizes that are not its own
+    except Exception as error:  # the model's code may raise anything at sizes of a part
         return f"{error}".partition("\n")[0]
     finally:
         empty_caches_of(mode)
@@ -163,7 +163,7 @@ def _run(
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """torch logs what fails over fake tensors; here it is an answer."""
+    """Suppress torch's log of failures with fake tensors, which are expected here."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

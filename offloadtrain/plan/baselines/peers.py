@@ -1,9 +1,9 @@
 """Other trainers that offload, as analytic models of one step: memory and seconds on a `Machine`.
 
-Each is set up as its documentation recommends, with what torch needs for the same model and
-microbatch, and no worse than its code: page-locked memory is not rounded up, fragments of the
-device's memory are not counted, and copies beside compute are free. docs/comparison.md has the
-sources. `checked` compares them with known throughputs. Standard library only.
+Each is set up as its documentation recommends, with torch's needs for the same model and
+microbatch, and modelled in its favour: page-locked memory is not rounded up, fragmentation of
+device memory is not counted, and copies concurrent with compute are free. docs/comparison.md has
+the sources. `checked` compares the models with known throughputs. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from offloadtrain.plan.costs.device_time import (
 DEEPSPEED, ZERO3 = "DeepSpeed ZeRO-2 offload", "DeepSpeed ZeRO-3 offload"
 FSDP2, TORCHAO = "FSDP2 CPU offload", "torchao"
 SOFTWARE = Software(compute_share=1.0)
-"""DeepSpeed of 2026: hooks and copies no longer slow compute; its Adam is that of the papers."""
+"""DeepSpeed of 2026: hooks and copies no longer slow compute; its Adam is that of its papers."""
 
 FSDP2_HOST_SHARE = 0.31
 """Share of the host's memory bandwidth that the norm and torch's fused AdamW over fp32 parameters
-reach: fitted to its one cell."""
+reach; fitted to its one published cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,15 @@ class Work:
     """The work of a step under any trainer, in 16-bit mixed precision with AdamW.
 
     Attributes:
-        shape: of a model that is not ours, an estimate; nothing is counted by it.
+        shape: the model's shape; for a foreign model an estimate, from which nothing is counted.
         largest_block: parameters of the largest repeated block.
-        outside: parameters of everything outside of repeated blocks.
-        activation_bytes: torch's, of a microbatch, at their peak.
-        compute: of one microbatch of one rank, recompute included.
-        micro_steps: microbatches of a rank in a step.
+        outside: parameters outside of repeated blocks.
+        activation_bytes: peak bytes of a microbatch's activations in torch.
+        compute: seconds of one microbatch of one rank, recompute included.
+        micro_steps: microbatches per rank and step.
         clips: the norm of all gradients is clipped.
-        frees_gradients: torchao frees each gradient on the device as soon as it is copied; it
-            cannot where microbatches are summed.
+        frees_gradients: torchao frees each gradient on the device once it is copied; it cannot if
+            microbatches are accumulated.
     """
 
     shape: ModelShape
@@ -75,14 +75,14 @@ Bytes = Callable[[Work], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A system.
+    """A trainer, as functions from `Work` to memory and time.
 
     Attributes:
-        device: owner → bytes of each device at its peak.
-        host: owner → bytes of one rank on its host, without the process.
-        seconds: of a step.
-        most_ranks: None: any number.
-        master: what its master weights are.
+        device: owner → peak bytes of each device.
+        host: owner → bytes of one rank on its host, without the process itself.
+        seconds: duration of a step.
+        most_ranks: largest number of ranks; None: unlimited.
+        master: description of its master weights.
         clips: it can clip the norm of all gradients.
     """
 
@@ -119,18 +119,19 @@ def _deepspeed_seconds(work: Work, machine: Machine) -> float:
     return step_times(run, machine, SOFTWARE).step
 
 
-# ── the same, stage 3, weights on the host too ──
+# ── DeepSpeed, ZeRO stage 3, optimizer and weights on the CPU ──
 
 
 def _zero3_device(work: Work) -> dict[str, float]:
-    """Two gathered blocks, what is outside, and the bucket of gradients on their way."""
+    """Two gathered blocks, the parameters outside of blocks, and the bucket of gradients in
+    flight."""
     gathered = 2.0 * (2 * work.largest_block + work.outside)
     return _with_activations({"weights": gathered, "buckets": SOFTWARE.bucket_bytes}, work)
 
 
 def _zero3_seconds(work: Work, machine: Machine) -> float:
-    """16-bit weights go up for each forward and each backward, and gradients down, beside compute.
-    The host adds those of further microbatches in fp32; then come the norm and Adam."""
+    """16-bit weights go up for each forward and backward, and gradients down, concurrently with
+    compute. The host adds further microbatches' gradients in fp32; then come the norm and Adam."""
     up, down = (
         2 * work.owned / pcie(work.ranks, machine, rate) + _gathered_s(work, machine)
         for rate in (machine.h2d_gbps, machine.d2h_gbps)
@@ -144,8 +145,9 @@ def _zero3_seconds(work: Work, machine: Machine) -> float:
 
 
 def _fsdp2_device(work: Work) -> dict[str, float]:
-    """Two gathered blocks, and what is outside, which stays; on the way of the largest group: its
-    fp32 shard before the gather, 16-bit gradients, their copy to be reduced, the fp32 shard."""
+    """Two gathered blocks and the parameters outside of blocks, which stay; in flight for the
+    largest group: its fp32 shard before the gather, 16-bit gradients, their copy to be reduced, the
+    fp32 shard."""
     group = max(work.largest_block, work.outside)
     owners = {
         "gathered weights": 2.0 * (2 * work.largest_block + work.outside),
@@ -156,14 +158,14 @@ def _fsdp2_device(work: Work) -> dict[str, float]:
 
 
 def _fsdp2_host(work: Work) -> dict[str, float]:
-    """fp32 parameters, gradients and two moments of the shard."""
+    """Parameters, gradients and two moments of the shard, all fp32."""
     return {"state": 16.0 * work.owned}
 
 
 def _fsdp2_seconds(work: Work, machine: Machine) -> float:
-    """fp32 parameters go up for each forward and each backward, beside compute; so do the first
-    microbatch's gradients down. Those of others are waited for and added by the host. Then come
-    the norm and AdamW on the host, beside nothing."""
+    """fp32 parameters go up for each forward and backward, and the first microbatch's gradients
+    down, concurrently with compute. The host waits for gradients of later microbatches and adds
+    them. Then the host computes the norm and AdamW, with nothing else running."""
     up = 4 * work.owned / pcie(work.ranks, machine, machine.h2d_gbps) + _gathered_s(work, machine)
     down = 4 * work.owned / pcie(work.ranks, machine, machine.d2h_gbps) + _gathered_s(work, machine)
     forward = max(work.compute.forward, up)
@@ -174,7 +176,7 @@ def _fsdp2_seconds(work: Work, machine: Machine) -> float:
 
 
 def _gathered_s(work: Work, machine: Machine) -> float:
-    """Return the seconds of one collective of the 16-bit parameters of all blocks."""
+    """Return the seconds of one collective of all blocks' 16-bit parameters."""
     moved = 2 * work.params * (work.ranks - 1) / work.ranks
     link = machine.gpu_link_gbps if work.ranks <= machine.gpus else machine.node_link_gbps
     return moved / (1e9 * link) if moved else 0.0
@@ -190,19 +192,19 @@ def _torchao_device(work: Work) -> dict[str, float]:
 
 
 def _torchao_host(work: Work) -> dict[str, float]:
-    """A copy of weights and gradients, and two moments, all in the weights' 16 bits."""
+    """A copy of weights and gradients, and two moments, all in the weights' 16-bit dtype."""
     return {"state": 8.0 * work.params}
 
 
 def _torchao_seconds(work: Work, machine: Machine) -> float:
-    """Gradients go down beside every backward; then each parameter is updated on the host (four
-    16-bit tensors read, three written) and goes up beside the next one's update."""
+    """Gradients go down during every backward; then each parameter is updated on the host (four
+    16-bit tensors read, three written) and goes up during the next parameter's update."""
     down, up = (2e-9 * work.params / rate for rate in (machine.d2h_gbps, machine.h2d_gbps))
     each = work.compute.forward + max(work.compute.backward, down)
     return work.micro_steps * each + max(_host_s(14, work, machine), up)
 
 
-# ── what they share ──
+# ── shared by all ──
 
 
 def _with_activations(owners: dict[str, float], work: Work) -> dict[str, float]:
@@ -210,7 +212,8 @@ def _with_activations(owners: dict[str, float], work: Work) -> dict[str, float]:
 
 
 def _host_s(bytes_per_param: float, work: Work, machine: Machine) -> float:
-    """Return the seconds of one rank's pass over its shard, beside those of its neighbours."""
+    """Return the seconds of one rank's pass over its shard, concurrent with the host's other
+    ranks."""
     local = min(work.ranks, machine.gpus)
     rate = machine.dram_gbps if local == 1 else machine.shared_dram_gbps
     return bytes_per_param * work.owned * local / (1e9 * rate)
@@ -238,7 +241,7 @@ PEER_CELLS = Path(__file__).with_name("peer_cells.json")
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A predicted and a published value in one unit; `gpu`: by torch's name."""
+    """A predicted and a published value in the same unit; `gpu` is torch's name of the device."""
 
     cell: str
     gpu: str
@@ -252,7 +255,7 @@ class Checked:
 
 @cache
 def checked(peer: str) -> list[Checked]:
-    """Return the throughputs known of a peer (`peer_cells.json`), and what its model gives: steps
+    """Return known throughputs of a peer (`peer_cells.json`) and its model's predictions, in steps
     per second."""
     checked = []
     for series in json.loads(PEER_CELLS.read_text(encoding="utf-8"))["series"]:
@@ -272,8 +275,9 @@ def checked(peer: str) -> list[Checked]:
 
 
 def _work(cell: Mapping[str, Any], machine: Machine) -> Work:
-    """A step of a cell, whose forward runs again in backward. Kernels "shipped" are those of our
-    transformer, eager. A cell that states no number of parameters has a head and a loss."""
+    """Return the work of a step of a cell with full recompute. Kernels "shipped" means
+    offloadtrain's transformer, eager. A cell without a number of parameters gets a head and a
+    loss."""
     shape = ModelShape(max_seq_len=cell["seq_len"], **cell["shape"])
     kernels = KERNELS if cell["kernels"] == "shipped" else Kernels(**cell["kernels"])
     where = cell["sequences"] * cell["seq_len"], machine, cell["precision"], kernels

@@ -4,7 +4,7 @@ An analytic model of their software on a `Machine`. It checks machine constants 
 against publications (`benchmarks/validate_plan.py`, docs/validation.md). Plans of offloadtrain
 itself use its own schedule, not this model. Standard library only.
 
-One set of constants for every published cell: the machine file, and `Software`.
+One set of constants serves all published cells: the machine file, and `Software`.
 
 Pipeline schedules (GPipe, PipeDream-Flush, 2BW) have memory and time as in PipeDream-2BW
 (arXiv:2006.09503, section 3 and appendix A), and the bubble as in GPipe (arXiv:1811.06965,
@@ -26,11 +26,11 @@ class Software:
     """The efficiency of the measured software: DeepSpeed and PyTorch of 2020.
 
     None of these is a property of the hardware, so they are not in a machine file. The first
-    three are calibrated: with them the medians of ZeRO-Offload's figures 8 to 11 are low together.
-    The others are read from sources.
+    three are calibrated so that the median errors of ZeRO-Offload's figures 8 to 11 are jointly
+    low. The others are taken from sources.
 
     Attributes:
-        compute_share: rate of forward and backward beside the engine's hooks and copies, relative
+        compute_share: rate of forward and backward during the engine's hooks and copies, relative
             to the kernels alone. DeepSpeed's tutorial log, 18.27 s, gives 0.72.
         adam_share: Adam's rate within a step, relative to CPU-Adam alone (ZeRO-Offload, table 4):
             0.64 is 0.40 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
@@ -40,9 +40,9 @@ class Software:
         ring_share: share of a host's links used by one ring between hosts: one of a DGX-2's eight
             adapters of 12.5 GB/s (ZeRO). ZeRO-Infinity's figure 2b has 60 to 100 of 100 GB/s.
         bucket_bytes: two buckets of 5e8 16-bit gradients (DeepSpeed's default and overlap_comm).
-        host_bytes: per parameter that a rank owns: fp32 weight, gradient and moments, page-locked
-            16-bit copy.
-        sum_bytes: the same, of the running sum of 16-bit gradients; only with accumulation.
+        host_bytes: bytes per parameter that a rank owns: fp32 weight, gradient and moments,
+            page-locked 16-bit copy.
+        sum_bytes: bytes per owned parameter of the sum of 16-bit gradients, with accumulation.
     """
 
     compute_share: float = 0.685
@@ -60,20 +60,21 @@ MEGATRON = Kernels(level="eager", attention="scores")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One published run: a step is `micro_steps` microbatches on each data parallel rank.
+    """A published run; a step has `micro_steps` microbatches on each data parallel rank.
 
     Attributes:
         micro_batch: sequences per rank; `with_largest_micro_batch` finds what memory allows.
-        micro_steps: need not be whole: papers fix the global batch, which may not divide.
+        micro_steps: may be fractional: papers fix the global batch, which may not divide.
         mp: GPUs that split every matrix (Megatron).
-        inputs: of layers, which recompute saves: "keep" whole on each GPU; "split" among the `mp`
-            GPUs (ZeRO-R's Pa); "host": the split part on the host (Pa+cpu).
-        stage: of ZeRO; 0 is PyTorch's DDP.
-        offload: optimizer state and gradients on the host.
+        inputs: storage of layer inputs for recompute: "keep": complete on each GPU; "split": among
+            the `mp` GPUs (ZeRO-R's Pa); "host": the split part on the host (Pa+cpu).
+        stage: ZeRO stage; 0 is PyTorch's DDP.
+        offload: optimizer state and gradients are on the host.
         dpu: the delayed update of ZeRO-Offload: Adam overlaps the next step's compute.
         recompute: recompute everything but each layer's input.
-        all_params: of the whole model; 0: as many as its shape has.
-        computed: forward and backward of a microbatch by the kernels alone; None: by the shape.
+        all_params: parameters of the complete model; 0: counted from its shape.
+        computed: seconds of a microbatch's forward and backward by kernels alone; None: from the
+            shape.
     """
 
     shape: ModelShape
@@ -96,7 +97,7 @@ class Run:
 
     @property
     def params(self) -> float:
-        """Sizes of one GPU's part of the model."""
+        """Parameters of one GPU's part of the model."""
         return (self.all_params or num_params(self.shape)) / self.mp
 
     @property
@@ -107,13 +108,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of a step, by the GPU's work and waits; nothing is counted twice.
+    """Seconds of a step, divided by what the GPU does or waits for; the parts add up.
 
     Attributes:
-        transfers: gradient copies not hidden by backward.
-        gradients: the pass that unscales and takes the norm.
-        optimizer: Adam, as far as the GPU waits for it.
-        h2d: the copy of updated weights.
+        transfers: gradient copies that backward does not hide.
+        gradients: the pass that unscales gradients and computes their norm.
+        optimizer: the part of Adam that the GPU waits for.
+        h2d: copy of updated weights.
         communication: collectives.
     """
 
@@ -161,8 +162,8 @@ def input_bytes(shape: ModelShape, micro_batch: int) -> float:
 # ── memory ──
 
 _OPTIMIZER_BYTES = 16
-"""ZeRO's optimizer on the GPU: fp32 weight and moments, and the fp32 gradient of the owned part
-while it updates."""
+"""Bytes per parameter of ZeRO's optimizer on the GPU: fp32 weight and moments, and during the
+update an fp32 gradient of the owned part."""
 
 
 def gpu_bytes(run: Run, software: Software) -> float:
@@ -240,7 +241,7 @@ def step_times(run: Run, machine: Machine, software: Software) -> Times:
 def compute_seconds(
     shape: ModelShape, micro_batch: int, machine: Machine, kernels: Kernels, *, recompute: bool
 ) -> Seconds:
-    """Seconds of one microbatch of whole sequences; backward has the recompute."""
+    """Seconds of one microbatch of full-length sequences; backward includes the recompute."""
     tokens = micro_batch * shape.max_seq_len
     block = block_seconds(shape, shape.max_seq_len, tokens, machine, "fp16", kernels)
     head = head_seconds(shape, tokens, machine, "fp16", kernels)
@@ -249,7 +250,7 @@ def compute_seconds(
 
 
 def _compute(run: Run, machine: Machine, software: Software) -> Seconds:
-    """Seconds of one microbatch; backward has the recompute."""
+    """Seconds of one microbatch; backward includes the recompute."""
     kernels = replace(run.kernels, split=run.mp)
     computed = run.computed or compute_seconds(
         run.shape, run.micro_batch, machine, kernels, recompute=run.recompute
@@ -258,16 +259,17 @@ def _compute(run: Run, machine: Machine, software: Software) -> Seconds:
 
 
 def _sums_on_host(run: Run) -> bool:
-    """Stages 0 and 1 keep whole gradients on the GPU and sum them there."""
+    """Return False for stages 0 and 1, which hold complete gradients on the GPU and sum them
+    there."""
     return run.offload and run.stage >= 2 and run.micro_steps > 1
 
 
 def _transfers(run: Run, machine: Machine, backward: float) -> float:
-    """Return the exposed gradient copies.
+    """Return the seconds of gradient copies that backward does not hide.
 
-    Accumulation (`async_accumulate_grad_in_cpu_via_gpu`): every microbatch but the first copies the
-    running sum up, every one but the last copies the new sum down, both 16-bit, while backward
-    waits. The last sends fp32 down once, overlapping backward.
+    Accumulation (`async_accumulate_grad_in_cpu_via_gpu`): each microbatch after the first copies
+    the running sum up, each before the last copies the new sum down, both 16-bit, while backward
+    waits. The last copies fp32 down once, overlapping backward.
     """
     if not run.offload:
         return 0.0
@@ -278,7 +280,7 @@ def _transfers(run: Run, machine: Machine, backward: float) -> float:
 
 
 def pcie(gpus: int, machine: Machine, alone: float) -> float:
-    """Return the bandwidth of one GPU's host link while so many GPUs copy."""
+    """Return bytes/s of one GPU's link to the host while this many GPUs copy."""
     return 1e9 * min(alone, machine.host_link_gbps / min(gpus, machine.gpus))
 
 
@@ -315,14 +317,14 @@ def _tensor_parallel(run: Run, machine: Machine, software: Software) -> float:
 
 
 def _ring(gpus: int, machine: Machine, software: Software) -> float:
-    """Return the bytes per second of a ring over so many GPUs, which fill the hosts one by one."""
+    """Return bytes/s of a ring over this many GPUs, which fill the hosts one by one."""
     if gpus <= machine.gpus:
         return 1e9 * machine.gpu_link_gbps
     return 1e9 * min(machine.gpu_link_gbps, machine.node_link_gbps * software.ring_share)
 
 
 def _data_parallel(run: Run, machine: Machine, software: Software) -> float:
-    """Seconds of reduce-scatters and all-gathers, each of which passes all weights once."""
+    """Seconds of reduce-scatters and all-gathers; each pass moves all weights once."""
     passes = {0: 2.0, 1: 2.0, 2: run.micro_steps + 1, 3: 3 * run.micro_steps}[run.stage]
     moved = 2 * run.params * (run.ranks - 1) / run.ranks
     return passes * moved / _ring(run.gpus, machine, software)
@@ -336,10 +338,10 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A model cut into `stages`, one GPU each, `replicas` times over.
+    """A model divided into `stages`, one GPU each, with `replicas` data parallel copies.
 
     Attributes:
-        micro_batches: per step and replica.
+        micro_batches: microbatches per step and replica.
         recompute: recompute everything but each stage's input.
     """
 
@@ -354,16 +356,16 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRow:
-    """One schedule of a pipeline; bytes are of one GPU of the stage.
+    """One schedule of a pipeline; bytes are those of one GPU of the stage.
 
     Attributes:
         weights_bytes: all versions of the 16-bit weights. 2BW has two, except on the last stage,
             where each microbatch's backward follows its forward.
         state_bytes: 16-bit gradients and the fp32 state of Adam.
-        activation_bytes: stashed and working.
-        step_s: until the next step can start.
+        activation_bytes: stashed activations and those being computed.
+        step_s: time until the next step can start.
         bubble: share of `step_s` in which a stage is idle.
-        stale: updates use gradients of the previous version.
+        stale: updates use gradients computed with the previous weights.
     """
 
     schedule: Schedule
@@ -378,7 +380,7 @@ class PipelineRow:
 def pipeline_row(
     schedule: Schedule, pipe: Pipeline, machine: Machine, stage: int = 0
 ) -> PipelineRow:
-    """Memory of one stage, counted from 0, and time of one schedule."""
+    """Return memory of one stage (counted from 0) and step time of one schedule."""
     params = num_params(pipe.shape) / pipe.stages
     turn, sync = _stage_seconds(pipe, machine), _sync_seconds(pipe, machine)
     if schedule == "2bw":  # no flush: the sync of one step overlaps the next
@@ -401,7 +403,7 @@ def _versions(schedule: Schedule, pipe: Pipeline, stage: int) -> int:
 
 
 def _stashed_bytes(schedule: Schedule, pipe: Pipeline, stage: int) -> float:
-    """Count stashed microbatches: all of them in GPipe, else those between a stage and the last."""
+    """Bytes of stashed microbatches: all in GPipe, else those between this stage and the last."""
     in_flight = pipe.stages - stage
     stashed = pipe.micro_batches if schedule == "gpipe" else min(in_flight, pipe.micro_batches)
     inputs = stashed * input_bytes(pipe.shape, pipe.micro_batch)
@@ -410,7 +412,7 @@ def _stashed_bytes(schedule: Schedule, pipe: Pipeline, stage: int) -> float:
 
 
 def _stage_seconds(pipe: Pipeline, machine: Machine) -> float:
-    """Time of one microbatch on one stage, with the transfers of its input and gradient."""
+    """Seconds of one microbatch on one stage, with the transfers of its input and gradient."""
     total = compute_seconds(
         pipe.shape, pipe.micro_batch, machine, pipe.kernels, recompute=pipe.recompute
     )
@@ -420,7 +422,7 @@ def _stage_seconds(pipe: Pipeline, machine: Machine) -> float:
 
 
 def _sync_seconds(pipe: Pipeline, machine: Machine) -> float:
-    """The all-reduce of a stage's 16-bit gradients among replicas."""
+    """Seconds of the all-reduce of a stage's 16-bit gradients among replicas."""
     gradients = 2 * num_params(pipe.shape) / pipe.stages
     moved = 2 * gradients * (pipe.replicas - 1) / pipe.replicas
     return moved / _link(pipe.stages * pipe.replicas, machine)

@@ -1,5 +1,5 @@
-"""What a step costs on a machine: seconds of each operation, bytes that torch holds besides ours.
+"""The cost of a step on a machine: seconds of each operation, and torch's memory.
 
-It chooses nothing: values of a machine file go in, seconds and bytes come out. Start at
+Nothing is decided here: values of a machine file go in, seconds and bytes come out. Start at
 `costs.Costs`.
 """

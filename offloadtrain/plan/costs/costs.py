@@ -1,8 +1,8 @@
-"""What each operation of a step costs on a machine.
+"""The duration of each operation of a step on a machine.
 
 [Note: What a step costs]
 Every launch of the program (`step.program.program`) gets a duration:
-* forward, backward: what `plan.costs.device_time` counts; with recompute, backward has another
+* forward, backward: computed by `plan.costs.device_time`; with recompute, backward includes another
 forward;
 * gather, copy: a copy within the device's memory;
 * d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
@@ -10,22 +10,22 @@ forward;
   ranks that share the state are on several;
 * all-reduce of a shard over the copies of the state (hybrid sharding): twice that of the shard,
   over the link of the hosts that hold the copies;
-* tensor parallel: twice that for each of the sums over the parts, which compute waits for: two in a
-  layer's forward, two in its backward, and one when forward runs again;
-* expert parallel: in each layer two all-to-alls forward, two backward and two when forward runs
-  again, which compute waits for; all experts get as many tokens;
+* tensor parallel: twice that for each all-reduce over the parts, which compute waits for: two in a
+  layer's forward, two in its backward, and one in a recomputed forward;
+* expert parallel: in each layer two all-to-alls forward, two backward and two in a recomputed
+  forward, which compute waits for; all experts get equally many tokens;
 * accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
-  ranks of a host; Adam as measured, if it was, and the first two not faster than measured. Where
-  the state is on the device, over the rate of the device's memory;
+  ranks of a host; Adam at its measured rate if there is one, and accumulate and norm not faster
+  than measured. For state on the device, over the rate of the device's memory;
 * orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the matrix' width; a matrix up
   or down: bytes over the link;
 * reads and writes of state, gradients and weights on the disk: bytes over the drive's rate, divided
   by the ranks of a host; lanes that read share it.
 Launches of copies and collectives take no time on a lane; a step takes at least as long as all of
-its launches. Adam on the host and copies slow each other, where that was measured
+its launches. Adam on the host and copies slow each other if that was measured
 (`copying_gparams`, `adam_gbps` of a machine file): [Note: Adam beside copies] in
-`Costs._slowed_s`. Updates into other memory move more: [Note: Adam into a second copy]. Other lanes
-do not slow each other.
+`Costs._slowed_s`. Out-of-place updates move more bytes: [Note: Adam into a second copy]. Other
+lanes do not slow each other.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.proof.drive import loads_outside
 
 KERNELS = Kernels(strided=STRIDED)
-"""What jobs compute with: eager operations and flash attention."""
+"""The kernels of jobs: eager operations and flash attention."""
 
 
 def kernels_of(model: ModelShape, *, compiled: bool, fp8: bool = False) -> Kernels:
-    """Return what a job of the shipped transformer computes its blocks with. Compiled ones rotate
-    positions in one kernel. Head and loss are never compiled, nor in FP8."""
+    """Return the kernels of the shipped transformer's blocks in a job. Compiled blocks apply rotary
+    positions in one kernel. Head and loss are never compiled, and never in FP8."""
     level: Level = "compiled" if compiled else "eager"
     strided = 0.0 if compiled else KERNELS.strided
     return replace(KERNELS, causal=model.is_causal, level=level, strided=strided, fp8=fp8)
 
 
 def is_timed_in_fp8(job: Config, machine: Machine) -> bool:
-    """Return whether products of layers have the rate of FP8: it is known, and the casts are fused.
-    Experts and adapters of models of transformers stay in 16 bits, which a trace does not tell."""
+    """Return True if layers' products are timed in FP8: the rate is known and casts are fused.
+    Experts and adapters of transformers models stay in 16 bits, which a trace does not show."""
     in_16_bits = job.hf is not None and (job.hf.lora is not None or job.model.num_experts > 0)
     in_fp8 = (
         job.offload.compute.fp8 != "off" and job.offload.compute.compile_blocks and not in_16_bits
@@ -96,36 +96,36 @@ def is_timed_in_fp8(job: Config, machine: Machine) -> bool:
 
 
 CODEC_BYTES = {"split16": 520.0, "int8": 949.0}
-"""Narrow state → bytes that an update on the device moves per parameter where it is not Adam's,
-which is compiled: operations of torch decode and encode it. Counted of Adam
-by `tests/plan/test_automatic.py`."""
+"""State format → bytes per parameter that an update on the device moves if it is not Adam's, which
+is compiled: torch operations decode and encode the state. `tests/plan/test_automatic.py` counts
+them for Adam."""
 
 PROGRAM_LAUNCH = 12
-"""Operations of torch that take the host as long as a launch of the program with its events and
-waits: of a small layer five take 0.2 to 0.5 ms, torch's forward and backward, some 90 operations,
-0.4 to 0.5 (`python -m benchmarks.launch_cost --time`)."""
+"""Number of torch operations whose launch takes as long as one launch of the program with its
+events and waits: five of a small layer take 0.2 to 0.5 ms; torch's forward and backward, some 90
+operations, 0.4 to 0.5 ms (`python -m benchmarks.launch_cost --time`)."""
 
 MEASURED_BYTES = 60.0
-"""Bytes per parameter that LAMB moves in the cache to measure a tensor: of its 74 bytes of operands
-all but state and gradient, which come from memory. With them the ratio to AdamW's time is 3.6
-(`python -m benchmarks.lamb_speed` measures it)."""
+"""Bytes per parameter that LAMB moves within the cache to compute a tensor's norms: of its 74 bytes
+of operands, all but state and gradient, which come from memory. With them the ratio to AdamW's
+time is 3.6 (measured with `python -m benchmarks.lamb_speed`)."""
 
 _SHARD, _SENT = attrgetter("shard_bytes"), attrgetter("gathered_bytes")
-"""What a bucket that is loaded moves up, and to other ranks."""
+"""Bytes of a loaded bucket that go up, and that go to other ranks."""
 
 _NEWTON_SCHULZ_STEPS = 5
-"""Those of Muon in a job."""
+"""Iterations of Muon in a job."""
 
 
 def newton_schulz_flops(matrix: MatrixSpec) -> float:
-    """Count the FLOPs of `Muon.orthogonalize`: per iteration the Gram matrix, its square, and the
+    """Return the FLOPs of `Muon.orthogonalize`: per iteration the Gram matrix, its square, and the
     product with the matrix."""
     short, long = sorted((matrix.rows, matrix.columns))
     return _NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
 
 class Costs:
-    """The durations of all operations."""
+    """Durations of all operations of one rank."""
 
     def __init__(self, placed: Placement, machine: Machine) -> None:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
@@ -137,15 +137,15 @@ class Costs:
         self.experts = AmongExperts(placed, machine)
         ranks = self.spec.replicas * placed.config.ranks.pipeline * self.parts.count
         self._local = min(ranks, machine.gpus)
-        """Ranks of a host, those of other stages and parts too: they share its links, memory and
-        cores."""
+        """Ranks of a host, including those of other stages and parts: they share its links, memory
+        and cores."""
         machine.check_has(ranks)
         self.disk = disk_load(self.spec, machine, self._local)
         config = placed.config
         self._tokens = config.train.micro_batch * config.data.seq_len
         self._precision = config.offload.precision
         self._moved: dict[tuple[Kind, str], float] = {}
-        """Kind and bucket → seconds of one operation: a simulation asks for each of them often."""
+        """Cache: (kind, bucket) → seconds of one operation, which a simulation needs often."""
 
     def seconds(self, op: Launch) -> float:
         """Return the estimated duration of an operation, in seconds."""
@@ -165,7 +165,7 @@ class Costs:
             case Kind.COPY | Kind.KEEP_INPUT | Kind.FETCH_PART:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.ORTHOGONALIZE:
-                # The matrix that begins there, of the first rank's shard.
+                # The matrix at this offset in the first rank's shard.
                 bucket = self._buckets[op.owner]
                 matrix = next(
                     candidate for candidate in bucket.matrices if candidate.offset == op.lo
@@ -183,7 +183,7 @@ class Costs:
 
     @cached_property
     def computed(self) -> dict[str, Seconds]:
-        """Reading → seconds of forward and backward; the head's are the last one's."""
+        """Owner of a reading → seconds of forward and backward; the head counts in the last one."""
         in_fp8 = is_timed_in_fp8(self.placed.config, self.machine)
         if (traced := self.placed.traced) is not None:
             where = self._tokens, self.machine, self._precision
@@ -192,8 +192,8 @@ class Costs:
                 kernels = replace(KERNELS, fp8=in_fp8 and block.repeated)
                 alone = traced_seconds(traced.blocks[block.name], *where, kernels)
                 times[block.name] = self.parts.added(alone, block)
-            # Modules that are no blocks compute, too: frozen ones, and a head whose weight is the
-            # embedding's. In the first block: a simulation of fewer layers lacks the last ones.
+            # Modules outside of blocks compute, too: frozen ones, and a head tied to the embedding.
+            # They count in the first block, since a simulation of fewer layers lacks the last ones.
             first = self.spec.blocks[0].name
             for name in [name for name in traced.blocks if name not in times]:
                 times[first] += traced_seconds(traced.blocks[name], *where, KERNELS)
@@ -206,9 +206,10 @@ class Costs:
         alone = block_seconds(model, seq_len, *where, split)
         exchanged_s = self.parts.sums_of_layer * self.parts.sum_s + 2 * self.experts.exchange_s
         layer = alone + Seconds(exchanged_s, exchanged_s)
-        eager = kernels_of(model, compiled=False)  # whole on every rank
+        eager = kernels_of(model, compiled=False)  # not split: each rank computes it completely
         head = head_seconds(model, *where, eager) if self._has_head else NOTHING
-        # A compiled forward runs again as a whole: its graph is one node. A budget divides it.
+        # A compiled forward is one node of the graph and runs again completely, unless a budget
+        # divides it.
         if compiled and self.placed.config.offload.activations.mode != "selective":
             shorter = alone.forward
         else:
@@ -218,7 +219,7 @@ class Costs:
         again_s = shorter + self.parts.sum_s + 2 * self.experts.exchange_s
         last, by_block = self.spec.blocks[-1].name, dict[str, Seconds]()
         for block in self.spec.blocks:
-            # one layer, whose modules are blocks: its time counts in the last one
+            # one layer, whose modules are the blocks: its time counts in the last one
             computes = block.repeated or (block.name == last and not self.placed.repeated)
             by_block[block.name] = layer if computes else NOTHING
             if block.name == last:
@@ -228,8 +229,8 @@ class Costs:
         return by_reading(self.spec.blocks, by_block)
 
     def launch_s(self, of_program: float) -> float:
-        """Return what the host takes to launch a step on a GPU: torch's operations, and so many of
-        the program."""
+        """Return the seconds in which the host launches a step on a GPU: torch's operations, and
+        `of_program` launches of the program."""
         if self.machine.on_cpu:
             return 0.0
         placed, config = self.placed, self.placed.config
@@ -245,7 +246,7 @@ class Costs:
 
     @property
     def flops(self) -> float:
-        """The FLOPs of a microbatch, recompute not counted."""
+        """FLOPs of a microbatch without recompute."""
         if self.placed.traced is not None:
             return self.placed.traced.flops - self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
@@ -260,7 +261,7 @@ class Costs:
 
     @property
     def _share_again(self) -> float:
-        """The share of a recomputed layer's products that backward computes again."""
+        """Share of a recomputed layer's products that backward computes again."""
         offload = self.placed.config.offload
         if offload.activations.mode != "selective":
             return 1.0
@@ -272,7 +273,8 @@ class Costs:
 
     @property
     def recomputed_flops(self) -> float:
-        """Those of recompute, and of experts, which each part of matrices computes for itself."""
+        """FLOPs per microbatch of recompute, and of experts that each tensor parallel part
+        repeats."""
         if self.placed.traced is not None:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
@@ -324,16 +326,16 @@ class Costs:
         return max(by_memory, by_arithmetic) / passes
 
     def _measured_s(self, kind: Kind, numel: int) -> float:
-        """The time of a kernel that the CPU's arithmetic may bound; 0 where none was measured."""
+        """Return the seconds of a kernel that the CPU's arithmetic may bound; 0 if not measured."""
         machine = self.machine
         rates = {Kind.NORM: machine.norm_gparams, Kind.ACCUMULATE: machine.accumulate_gparams}
         rate = rates.get(kind, 0.0) * 1e9 / self._sharers
         return numel / rate if rate else 0.0
 
     def _collective_s(self, nbytes: int, ranks: int) -> float:
-        """Return the time of a ring over the ranks that share a bucket of a copy of the state:
-        among the GPUs of a host, or over the links of each host, shared by its GPUs. At once with
-        theirs are the rings of those that hold other experts."""
+        """Return the seconds of a ring over the ranks that share a bucket in a copy of the state:
+        among the GPUs of a host, or over the links between hosts, which a host's GPUs share. The
+        rings of groups with other experts run at the same time."""
         machine, groups = self.machine, self.spec.ranks // ranks
         nodes = most_hosts(self.spec.ranks * self.parts.count, self.spec.copies, machine.gpus)
         nodes = min(nodes, ranks)
@@ -341,30 +343,30 @@ class Costs:
         return links_s(machine, nbytes * (ranks - 1) / ranks, leaving)
 
     def bus(self, alone_gbps: float) -> float:
-        """Return one rank's bandwidth between host and device."""
+        """Return one rank's bandwidth between host and device, in bytes/s."""
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 
     def _memory(self, tier: Tier) -> float:
-        """The bandwidth of a tier's memory."""
+        """Return the bandwidth of a tier's memory, in bytes/s."""
         if tier is Tier.DEVICE:
             return 1e9 * self.machine.hbm_gbps
         return self._dram
 
     @property
     def _sharers(self) -> int:
-        """One rank has this part of a host's cores and of their memory's bandwidth."""
+        """One rank gets this fraction of a host's cores and memory bandwidth."""
         return max(self._local, self.machine.numa_nodes)
 
     @property
     def _dram(self) -> float:
-        """The memory bandwidth of one rank's cores."""
+        """Memory bandwidth of one rank's cores, in bytes/s."""
         machine = self.machine
         host_gbps = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
         return 1e9 * host_gbps / self._sharers
 
     def _adam_rate(self, bucket: BucketSpec) -> float:
-        """Parameters per second of one rank; the memory's limit where none were measured. Other
-        rules than Adam, which was measured, by the bytes that they move."""
+        """Return one rank's parameters/s; by memory bandwidth if Adam was not measured. The
+        measured rate of Adam is scaled to other rules by the bytes that they move."""
         measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
         moved = self._traffic(Kind.ADAM, bucket)
         moved += MEASURED_BYTES if bucket.whole_tensors else 0
@@ -381,16 +383,16 @@ class Costs:
 
     @property
     def _updates_in_backward(self) -> bool:
-        """Whether Adam runs while gradients come down."""
+        """True if Adam runs while gradients are copied down."""
         return self.spec.config.updates_early or self.spec.config.update != "exact"
 
     def _slowed_s(self, bucket: BucketSpec) -> float:
-        """Return the seconds that copies add to Adam of a bucket on the host.
+        """Return the seconds by which copies slow down Adam of a bucket on the host.
 
         [Note: Adam beside copies]
-        New weights of a bucket go up while Adam of the next one runs; where updates run inside
-        backward, its gradient comes down at the same time. Adam loses speed only as long as a copy
-        runs: with one direction half of what it loses with both, which is what a machine file has.
+        A bucket's new weights go up while Adam of the next bucket runs; if updates run inside
+        backward, the next gradient comes down at the same time. Adam is slowed only while a copy
+        runs: one direction costs half as much as both, which is what a machine file contains.
         """
         name, machine = bucket.format.name, self.machine
         copying: float = getattr(machine, f"{name}_copying_gparams", 0.0)
@@ -403,13 +405,13 @@ class Costs:
         return copies_s * max(1 - copying / alone, 0.0) / 2
 
     def _into_second_copy_s(self, bucket: BucketSpec) -> float:
-        """Return the seconds of the memory traffic of Adam of a bucket into other memory.
+        """Return the seconds of Adam's memory traffic for an out-of-place update of a bucket.
 
         [Note: Adam into a second copy]
-        The lines that it overwrites are in no cache. Streaming stores need not read them, but where
+        The overwritten lines are in no cache. Streaming stores need not read them, but when
         all threads are at the memory's limit an update takes as long as if they did: on an H100's
         Xeon `split16` runs at 4.9 to 5.2 Gparam/s; its 26 bytes at 138 GB/s give 5.3. In place it
-        moves 18 and reaches 7.1. An update that arithmetic bounds does not lose by it.
+        moves 18 bytes and reaches 7.1. An update that is bound by arithmetic loses nothing.
         """
         in_place = self._traffic(Kind.ADAM, bucket)
         overwritten = bucket.format.bytes_per_param(bucket.moments, bucket.weight_bytes)
@@ -420,12 +422,12 @@ class Costs:
         return 4 if self.spec.holds_sum(bucket) else bucket.weight_bytes
 
     def _down_bytes(self, bucket: BucketSpec) -> int:
-        """Bytes of an element of a gradient, or of its sum, on its way down."""
+        """Return the bytes per element of a gradient, or a gradient sum, that goes down."""
         summed = self.spec.sums_on_device(bucket) and self.spec.holds_sum(bucket)
         return 4 if summed else bucket.weight_bytes
 
     def _traffic(self, kind: Kind, bucket: BucketSpec) -> float:
-        """Bytes of memory traffic per parameter."""
+        """Return the bytes of memory traffic per parameter."""
         weight = bucket.weight_bytes
         gradient = self._grad_bytes(bucket)
         match kind:
@@ -437,10 +439,10 @@ class Costs:
                 return 2 * weight
         if not bucket.matrices:
             moved = bucket.format.traffic_per_param(bucket.moments, weight, gradient)
-            if bucket.whole_tensors:  # read once more, for the norms of tensors
+            if bucket.whole_tensors:  # read again for the norms of tensors
                 moved += bucket.format.bytes_per_param(bucket.moments, weight) + gradient
             return moved
-        # Matrices: their moments and, in bf16, the direction; then masters and new weights.
+        # Matrices: first moments and the bf16 direction, then masters and new weights.
         masters = bucket.format.bytes_per_param((), weight)
         if kind is Kind.DIRECTION:
             every = bucket.format.bytes_per_param(bucket.moments, weight)
@@ -449,7 +451,7 @@ class Costs:
 
     @cached_property
     def moved_bytes(self) -> tuple[int, int, int]:
-        """The bytes of a step: down, up, to the ranks that share this copy of the state."""
+        """Bytes of a step: (down, up, to ranks that share this copy of the state)."""
         spec, micro_steps = self.spec, self.spec.config.grad_accum_steps
         on_host = spec.buckets_on(Tier.HOST)
         crossing = sum(bucket.shard_numel * bucket.weight_bytes for bucket in on_host)
@@ -479,15 +481,15 @@ class Costs:
 
     @property
     def least_moving_s(self) -> float:
-        """What a step's bytes take on the busiest of the bus, either way, and the host's memory."""
+        """Least seconds of a step's bytes on the bus (the slower direction) and in host memory."""
         down, up, _ = self.moved_bytes
         down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
         return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))
 
     @property
     def least_s(self) -> float:
-        """Seconds that no schedule of a step is shorter than: those of compute, of the bus either
-        way, and of Adam on the host. Where a norm has to be known first, Adam of all blocks is
+        """Lower bound on the seconds of a step, in any schedule: those of compute, of each bus
+        direction, and of Adam on the host. If a norm must be known first, Adam of all blocks runs
         between backward and the last block's forward."""
         spec, machine = self.spec, self.machine
         computed = sum(self.computed.values(), NOTHING)
@@ -500,8 +502,8 @@ class Costs:
         return max(compute_s, bus_s, adam_s, between_s)
 
     def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
-        """Return the bytes for streamed blocks in forward and backward of every microbatch, except
-        those still in slots. `bytes_of`: a bucket that is loaded → what that moves."""
+        """Return the bytes of streamed blocks in forward and backward of all microbatches, without
+        blocks that are still in slots. `bytes_of`: a loaded bucket → the bytes that it moves."""
         size_of = {block.name: sum(map(bytes_of, block.all_buckets)) for block in streamed}
         layers = [size_of[block.name] for block in streamed if block.repeated]
         slots, passes = self.spec.slots, 2 * self.spec.config.grad_accum_steps
@@ -511,7 +513,7 @@ class Costs:
 
     @property
     def dram_bytes(self) -> float:
-        """The memory traffic of the host's kernels in a step, without the bus."""
+        """Memory traffic of the host's kernels in a step, without the bus."""
         return sum(map(self._dram_bytes_of, self.spec.buckets_on(Tier.HOST)))
 
     def _dram_bytes_of(self, bucket: BucketSpec) -> float:

@@ -1,19 +1,19 @@
-"""Seconds that a device computes: the blocks of a transformer, and its head with the loss.
+"""Seconds of compute on a device: the blocks of a transformer, and its head with the loss.
 
 [Note: What a device's time is made of]
-A few rates of the machine, and counts of what the kernels do:
+The time follows from a few rates of the machine, and from counts of the kernels' work:
 * a matrix product: its FLOPs over `Machine.flops` at the geometric mean of the weight's sides. A
-  kernel of a library starts, reads its inputs and writes its outputs beside its FLOPs, which costs
+  library kernel also takes time to start, to read its inputs and to write its outputs, which costs
   narrow products most: `Machine.half_width`. The weight itself, or its gradient, is moved once per
-  microbatch, which costs short ones most. A program written as a whole overlaps memory with
+  microbatch, which costs short microbatches most. A hand-fused program overlaps memory with
   compute, and a kernel's end with the next one's start: its products take the larger of both;
 * attention: "flash" computes half of the scores if it is causal, 2.5 times as much in backward, and
-  the faster the longer the sequences are; "scores" computes all of them as matrix products, writes
-  them to memory and reads them again;
-* everything else (norms, residual sums, activation functions, positions, dropout, loss): the bytes
-  that it reads and writes, over the device's own memory bandwidth;
-* launches: an eager operation cannot take less than the host needs to launch it. A block takes the
-  larger of its kernels' time and its launches' time.
+  is faster for longer sequences; "scores" computes all of them as matrix products, writes them to
+  memory and reads them again;
+* everything else (norms, residual sums, activation functions, positions, dropout, loss): bytes read
+  and written, over the device's memory bandwidth;
+* launches: an eager operation takes at least as long as the host needs to launch it. A block takes
+  the larger of its kernels' time and its launches' time.
 
 `python -m benchmarks.validate_plan` fits the constants below to published throughputs and prints
 the residuals: docs/validation.md.
@@ -42,25 +42,25 @@ class Kernels:
     """How a program computes a block.
 
     Attributes:
-        level: "eager": one kernel per operation; "compiled": elementwise operations fused
-            (torch.compile, Megatron-LM), products as in eager programs; "fused": hand-written, the
-            loss and products too, and launched as a graph.
-        attention: "flash" keeps no scores; "scores" writes them to memory.
-        flash: version of FlashAttention. The first, in CUDA or Triton until July 2023, took as long
-            again as its FLOPs in products: 1.8 times the second on an A100, which is said to be
+        level: "eager": one kernel per operation; "compiled": elementwise operations are fused
+            (torch.compile, Megatron-LM), products as in eager programs; "fused": hand-written,
+            including loss and products, and launched as a graph.
+        attention: "flash" stores no scores; "scores" writes them to memory.
+        flash: version of FlashAttention. Version 1, in CUDA or Triton until July 2023, took as long
+            again as its FLOPs in products: 1.8 times version 2 on an A100, which is said to be
             1.3 to 3.0 times as fast (arXiv:2307.08691).
         causal: attention to earlier tokens only; "flash" then skips half.
         split: GPUs that split every matrix (tensor parallel).
-        strided: 0: none of its tensors has gaps. Else it is the shipped transformer, eager:
-            positions are rotated in fp32, an operation after the other, on halves of heads, and
-            gate and value are halves of a product. Operations on these take so many times as long.
-        norm_fp32: eager norms are computed in fp32, an operation after the other, as RMSNorm was
+        strided: slowdown of operations on tensors with gaps; 0: there are none. Nonzero for the
+            shipped transformer, eager: it rotates positions in fp32, operation by operation, on
+            halves of heads, and gate and value are halves of a product.
+        norm_fp32: eager norms are computed in fp32, operation by operation, as RMSNorm was
             before PyTorch had a kernel for it.
-        padded_head: the logits' rows are padded to what tensor cores load at once; without that an
-            odd vocabulary slows the head's products.
-        fp8: products of layers whose sides are multiples of 16 are in FP8, but for routers and
-            experts; their casts are fused with what is before them.
-        autocast: torch.autocast over fp32 weights: the residual stream, norms and softmax are in
+        padded_head: the logits' rows are padded to the load width of tensor cores; without padding
+            an odd vocabulary slows the head's products.
+        fp8: layers' products whose sides are multiples of 16 are in FP8, except in routers and
+            experts; casts are fused with the preceding operations.
+        autocast: torch.autocast with fp32 weights: the residual stream, norms and softmax are in
             fp32, with casts before the products.
     """
 
@@ -76,7 +76,7 @@ class Kernels:
     autocast: bool = False
 
     def product_flops(self, machine: Machine, precision: str, width: float) -> float:
-        """Return FLOPs per second of a product with a weight of this width."""
+        """Return the FLOP/s of a product with a weight of this width."""
         if self.level == "fused":
             machine = replace(machine, half_width=0.0)
         return machine.flops(precision, width)
@@ -100,32 +100,32 @@ NOTHING = Seconds(0.0, 0.0)
 
 
 def half_width(tflops: float, hbm_gbps: float) -> float:
-    """Return `Machine.half_width` of a GPU, as fitted to whole programs (docs/validation.md): a
-    loop of one product does not show what a kernel takes to start and to end between others."""
+    """Return `Machine.half_width` of a GPU, as fitted to complete programs (docs/validation.md): a
+    benchmark of one product does not show the start and end of a kernel between others."""
     return 2.58 * 1e3 * tflops / hbm_gbps
 
 
 FLASH_BACKWARD = 2.5
-"""FLOPs of flash attention's backward over its forward (five products, not two)."""
+"""FLOPs of flash attention's backward over its forward (five products instead of two)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """Elements that the memory-bound operations of a block read and write per token, forward and
-    backward.
+    """Elements that a block's memory-bound operations read and write per token, as (forward,
+    backward).
 
     Attributes:
-        hidden: per d_model: two norms and two residual sums.
+        hidden: per d_model, for two norms and two residual sums.
         gelu, swiglu: per channel of the MLP's width.
         rotary: per channel of queries and keys.
-        dropout: per d_model, of the two residual branches.
-        scores: per score, of attention that writes them: scale, mask, softmax, dropout and the
+        dropout: per d_model, for the two residual branches.
+        scores: per score, for attention that writes scores: scale, mask, softmax, dropout and the
             reads and writes of both products.
-        heads: per d_model, of attention that writes scores: queries, keys and values copied by head
-            for a product of batches, and its result by token.
-        experts: per d_model and expert of a token: rows sorted by expert and back, and their
+        heads: per d_model, for attention that writes scores: queries, keys and values are copied by
+            head for a batched product, and its result by token.
+        experts: per d_model and chosen expert: rows sorted by expert and back, and their
             weighted sum, in fp32.
-        launches, routing: operations; those of a router and its experts besides.
+        launches, routing: number of operations; additional ones of a router and its experts.
     """
 
     hidden: tuple[float, float]
@@ -167,41 +167,41 @@ _FUSED = _Traffic(
 _TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
 
 CAST_BYTES = 7.0 / 3
-"""Bytes per element of both operands of an FP8 product, in the mean over the three products with a
-weight. Its input and the gradient of its output are read for the largest value (2 bytes), read,
+"""Bytes per element of both operands of an FP8 product, averaged over the three products with a
+weight. The input and the output's gradient are read for the largest value (2 bytes), read,
 written in 8 bits and copied transposed (2 + 1 + 2)."""
 
 STRIDED = 2.5
-"""Times as long eager operations take on tensors with gaps, where torch computes an address for
-each element. Fitted to steps of a Llama on an H100 and an H200 (docs/validation.md)."""
+"""Slowdown of eager operations on tensors with gaps, for which torch computes an address per
+element. Fitted to steps of a Llama on an H100 and an H200 (docs/validation.md)."""
 
 _ROTARY_FP32 = ((13, 11), (18, 8))
-"""Of the shipped transformer, (on dense tensors, on tensors with gaps): casts, four products of
-halves, two sums and a copy, in fp32."""
+"""Elements of the shipped transformer, forward and backward, as (on dense tensors, on tensors with
+gaps): casts, four products of halves, two sums and a copy, in fp32."""
 
 _SWIGLU_HALVES = ((0, 5), (2, 6))
-"""The same per channel of the MLP's width, where gate and value are halves of a product."""
+"""As above, per channel of the MLP's width, if gate and value are halves of a product."""
 
 _NORM_FP32 = (32, 84)
-"""Of two such norms, beyond one kernel each: casts, square, mean, root, product and weight, and the
-gradient of each."""
+"""Elements of two fp32 norms, beyond one kernel each: casts, square, mean, root, product and
+weight, and the gradient of each."""
 
 _AUTOCAST = {"eager": (14, 30), "compiled": (6, 9), "fused": (0, 0)}
-"""Per d_model, more than in 16 bit, of two branches. Bytes of an eager one forward: norm 8, cast 6,
-sum 10, of 10; backward: cast 6, cast 6, norm 12, its weight 8, sum 12, of 14. A compiled one
-forward: stream and branch to stream and norm 12, of 6; backward 19, of 10."""
+"""Elements per d_model beyond 16-bit, of two branches. Bytes of an eager branch forward: norm 8,
+cast 6, sum 10, instead of 10; backward: cast 6, cast 6, norm 12, its weight 8, sum 12, instead of
+14. Compiled forward: stream and branch to stream and norm 12, instead of 6; backward 19, of 10."""
 
 _AUTOCAST_SCORES = {"eager": (8, 9), "compiled": (0, 0), "fused": (0, 0)}
-"""Per score: a cast to fp32, a softmax of it and a cast back move 20 bytes where 4 would do, and
-backward 24 where 6 would. A compiled softmax casts as it reads and writes."""
+"""Elements per score: a cast to fp32, a softmax and a cast back move 20 bytes instead of 4, and
+24 in backward instead of 6. A compiled softmax casts while it reads and writes."""
 
 _LOSS_BYTES = {"eager": (14, 20), "compiled": (10, 8), "fused": (4, 6)}
-"""Bytes per entry of the vocabulary and token: eager, 16-bit logits become fp32, then
-probabilities, then gradients, which are scaled; fused, the gradient replaces the logits."""
+"""Bytes per token and entry of the vocabulary. Eager: 16-bit logits become fp32, then
+probabilities, then gradients, which are scaled. Fused: the gradient replaces the logits."""
 
 
 _ODD_HEAD = 2.0
-"""Times as long as the head's products take with an odd vocabulary. Source: GPT-2 with 50,257 and
+"""Slowdown of the head's products with an odd vocabulary. Source: GPT-2 with 50,257 and
 with 50,304 tokens on an A100, 112,046 and 127,345 tokens/s (rasbt/LLMs-from-scratch)."""
 
 
@@ -224,7 +224,7 @@ def block_seconds(
 
 
 def launches(shape: ModelShape, kernels: Kernels) -> tuple[int, int]:
-    """Return the operations of a block's forward, and of its backward."""
+    """Return the number of operations of a block's (forward, backward)."""
     traffic = _TRAFFIC[kernels.level]
     more = traffic.routing if shape.num_experts else (0, 0)
     return traffic.launches[0] + more[0], traffic.launches[1] + more[1]
@@ -240,9 +240,9 @@ def again_seconds(
     *,
     selects: bool = False,
 ) -> float:
-    """Return the time of one block's forward when backward runs it again: up to the input of its
-    last product, beyond which nothing is needed; of experts up to its output. `selects`: the
-    results of products and attention were kept."""
+    """Return the seconds of one block's recomputed forward: it runs up to the input of the last
+    product, since backward needs nothing after it; with experts, up to their output. `selects`:
+    results of products and attention were saved."""
     work = _Block(shape, seq_len, tokens, machine, precision, kernels)
     product = 0.0
     if not shape.num_experts:
@@ -269,9 +269,9 @@ def head_seconds(
 def traced_seconds(
     cost: BlockCost, tokens: int, machine: Machine, precision: Precision, kernels: Kernels
 ) -> Seconds:
-    """Return the time of a traced block: its products and attention at the rates of their sizes,
-    the bytes of weights and of all other operations, and no less than its launches."""
-    per_weight = ITEMSIZE[PRECISIONS[precision]] / (2.0 * tokens)  # two FLOPs of each per token
+    """Return the seconds of a traced block: products and attention at the rates of their sizes,
+    bytes of weights and of all other operations, but at least the time of its launches."""
+    per_weight = ITEMSIZE[PRECISIONS[precision]] / (2.0 * tokens)  # 2 FLOPs per weight and token
 
     def seconds(work: Work) -> float:
         dtype = "fp8" if kernels.fp8 else precision
@@ -284,7 +284,7 @@ def traced_seconds(
             for kind, flops in work.attention.items()
         )
         nbytes = work.nbytes + per_weight * sum(work.products.values())
-        if kernels.fp8:  # two operands of a side each, of `flops / (2 * width**2)` tokens
+        if kernels.fp8:  # each product casts two operands of `flops / (2 * width**2)` tokens
             nbytes += CAST_BYTES * sum(flops / width for width, flops in work.products.items())
         moved = nbytes / (1e9 * machine.hbm_gbps)
         return max(computed + moved, 1e-6 * machine.launch_us * work.launches)
@@ -295,7 +295,7 @@ def traced_seconds(
 def _flash_s(
     flops: float, kind: AttentionKind, machine: Machine, precision: Precision, kernels: Kernels
 ) -> float:
-    """Return the seconds of fused attention, whose FLOPs count all scores."""
+    """Return the seconds of fused attention; `flops` counts all scores."""
     computed = flops / kernels.product_flops(machine, precision, kind.width)
     short = (kind.length + machine.flash_half_length) / kind.length
     first = 1.0 if kernels.flash == 1 else 0.0
@@ -310,7 +310,7 @@ def _product_s(
     columns: float,
     tokens: float,
 ) -> float:
-    """Return the seconds per token of a product of so many with a weight of these sides."""
+    """Return the seconds per token of a product of `tokens` rows with a rows x columns weight."""
     dtype = "fp8" if kernels.fp8 and rows % 16 == columns % 16 == 0 else precision
     rate = kernels.product_flops(machine, dtype, sqrt(rows * columns))
     computed = 2.0 * rows * columns / rate
@@ -318,14 +318,14 @@ def _product_s(
         computed += CAST_BYTES * (rows + columns) / (1e9 * machine.hbm_gbps)
     per_element = ITEMSIZE[PRECISIONS[precision]] / (1e9 * machine.hbm_gbps)
     weight = per_element * rows * columns / tokens
-    if kernels.level != "fused":  # the half-width contains what inputs and outputs take
+    if kernels.level != "fused":  # the half-width includes the time of inputs and outputs
         return computed + weight
     return max(computed, per_element * (rows + columns) + weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The seconds per token of one block's parts."""
+    """Seconds per token of the parts of one block."""
 
     shape: ModelShape
     seq_len: int
@@ -336,9 +336,9 @@ class _Block:
 
     @property
     def matrices(self) -> float:
-        """Forward of the four or five products; a split divides outputs, then inputs. Those of
-        experts take as long as a product of all their rows with one weight, but move the weights of
-        all."""
+        """Forward of the four or five products. Tensor parallel splits outputs of the first and
+        inputs of the second. Experts take as long as a product of all their rows with one weight,
+        but move the weights of all experts."""
         shape, split, chosen = self.shape, self.kernels.split, chosen_experts(self.shape)
         of_mlp = self.split_of_mlp
         d, width, kv = shape.d_model, shape.ff_width, shape.kv_heads * shape.head_dim
@@ -351,18 +351,19 @@ class _Block:
 
     @property
     def split_of_mlp(self) -> int:
-        """GPUs that split the matrices of the MLP: each computes its experts whole."""
+        """GPUs that split the MLP's matrices; 1 with experts, which each GPU computes
+        completely."""
         return 1 if self.shape.num_experts else self.kernels.split
 
     def product(self, rows: float, columns: float, tokens: float = 0.0) -> float:
-        """`tokens`: of a router or an expert, which is never in FP8."""
+        """`tokens`: rows of a router or an expert, which is never in FP8; 0: the block's tokens."""
         kernels = replace(self.kernels, fp8=False) if tokens else self.kernels
         how = self.machine, self.precision, kernels
         return _product_s(*how, rows, columns, tokens or self.tokens)
 
     @property
     def attention(self) -> tuple[float, float]:
-        """The FLOPs of attention, forward and backward."""
+        """Seconds of attention, (forward, backward)."""
         d, length = self.shape.d_model, self.seq_len
         flops = 4.0 * d * length / self.kernels.split
         if self.kernels.attention == "scores":
@@ -375,7 +376,7 @@ class _Block:
 
     @property
     def moved(self) -> tuple[float, float]:
-        """The memory-bound operations, forward and backward."""
+        """Seconds of the memory-bound operations, (forward, backward)."""
         each = self._elements(0), self._elements(1)
         element = ITEMSIZE[PRECISIONS[self.precision]]
         forward, backward = (n * element / (1e9 * self.machine.hbm_gbps) for n in each)
@@ -383,7 +384,8 @@ class _Block:
 
     @property
     def _outputs(self) -> float:
-        """Channels of the products with biases, whose gradients are sums over all tokens."""
+        """Output channels of products with biases; the biases' gradients are sums over all
+        tokens."""
         shape, split = self.shape, self.kernels.split
         attention = (shape.d_model + 2 * shape.kv_heads * shape.head_dim) / split + shape.d_model
         if shape.num_experts:
@@ -424,8 +426,8 @@ class _Block:
 
 
 def by_reading(blocks: Sequence[BlockSpec], times_of: Mapping[str, Seconds]) -> dict[str, Seconds]:
-    """Return what each reading takes, by its owner. What the last block takes, the head's time with
-    it, runs after the last reading: a tied head waits for its weights."""
+    """Return the seconds of each reading by its owner. Compute of the last block, including the
+    head, runs after the last reading, since a tied head waits for its weights."""
     last, readings = blocks[-1].name, readings_of(blocks)
     times = {reading.owner: times_of.get(reading.owner, NOTHING) for reading in readings}
     if (at := readings[-1]).again:

@@ -1,5 +1,5 @@
-"""What state, gradients and weights on the disk ask of a drive: bytes of a step, seconds, wear; and
-the cost of a checkpoint, which is written while the next steps run."""
+"""The load of state, gradients and weights on a drive: bytes of a step, seconds, wear; and the cost
+of a checkpoint, which is written during the next steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from offloadtrain.step.program.operations import Lane, Launch
 from offloadtrain.step.proof.simulate import moved
 
 ASSUMED_GBPS = 2.0
-"""Each way, of a drive that was not measured: less than most NVMe drives sustain."""
+"""Rate in each direction of an unmeasured drive: less than most NVMe drives sustain."""
 
 MICRO_STEPS = (2, 3)
-"""Simulated microbatches; each further one moves, and takes, what the third adds to two."""
+"""Numbers of microbatches that are simulated; each further one adds their difference."""
 READING = (Lane.DISK_READ, Lane.DISK_LOAD)
 DISK_LANES = (*READING, Lane.DISK_WRITE)
 
@@ -25,12 +25,12 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskLoad:
-    """One step of one rank, and the rates that it finds.
+    """Disk traffic of one rank's step, and the rates available to it.
 
     Attributes:
-        read_bytes, written_bytes: of a step.
-        read_rate, write_rate: bytes per second, while both run.
-        assumed: the machine file has no rate of state on the disk.
+        read_bytes, written_bytes: bytes of a step.
+        read_rate, write_rate: bytes per second while both run.
+        assumed: the machine file has no disk rates.
     """
 
     read_bytes: int
@@ -40,13 +40,13 @@ class DiskLoad:
     assumed: bool
 
     def seconds(self, op: Launch) -> float:
-        """Return the seconds of a read or a write."""
+        """Return the seconds of a read or write."""
         rate = self.read_rate if op.lane in READING else self.write_rate
         return sum(ref.nbytes for ref in op.writes) / rate
 
 
 def with_rates(machine: Machine) -> Machine:
-    """Return the machine with the assumed rates where it has none."""
+    """Return the machine with assumed rates in place of missing ones."""
     return replace(
         machine,
         disk_read_gbps=machine.disk_read_gbps or ASSUMED_GBPS,
@@ -55,10 +55,10 @@ def with_rates(machine: Machine) -> Machine:
 
 
 def disk_load(spec: StepSpec, machine: Machine, local_ranks: int) -> DiskLoad:
-    """Return the load of a step's program.
+    """Return the disk load of a step's program.
 
     Args:
-        local_ranks: share the drive.
+        local_ranks: number of ranks that share the drive.
     """
     from_disk, to_disk = _moved(spec)
     known = with_rates(machine)
@@ -78,8 +78,8 @@ def disk_load(spec: StepSpec, machine: Machine, local_ranks: int) -> DiskLoad:
 
 def _moved(spec: StepSpec) -> tuple[int, int]:
     """Return the bytes that a step reads and writes. Every update reads and writes the state of a
-    bucket once; of matrices, whose moments are updated before their masters, twice. What gradients
-    and weights add depends on what is in slots: the program says it."""
+    bucket once; of matrices, whose moments are updated before their masters, twice. Traffic of
+    gradients and weights depends on the contents of slots, so the program is run for it."""
     if not spec.gradient_slots and not spec.weight_slots:
         twice = {bucket.name for bucket in spec.buckets if bucket.matrices}
         sizes = (row.nbytes * (2 if key.bucket in twice else 1) for key, row in disk_rows(spec))
@@ -116,8 +116,8 @@ class Wear:
     """Bytes written to one host's drive.
 
     Attributes:
-        per_day: at the planned time of a step.
-        days: until the drive's rating is reached; None: the machine file has no rating.
+        per_day: bytes per day, at the planned step time.
+        days: days until the drive's rating is reached; None if the machine file has no rating.
     """
 
     per_step: int
@@ -126,7 +126,7 @@ class Wear:
 
 
 def wear(load: DiskLoad, machine: Machine, local_ranks: int, step_s: float) -> Wear:
-    """Return what all ranks of a host write."""
+    """Return the bytes that all ranks of a host write. `step_s`: planned step time."""
     per_step = load.written_bytes * local_ranks
     per_day = per_step * _DAY_S / step_s
     rated = 1e12 * machine.disk_tbw
@@ -134,7 +134,7 @@ def wear(load: DiskLoad, machine: Machine, local_ranks: int, step_s: float) -> W
 
 
 SHARE = 0.03
-"""Of the time of a run: what checkpoints should cost less than."""
+"""Largest fraction of a run's time that checkpoints should take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,9 @@ class SaveCost:
     """The cost of a checkpoint.
 
     Attributes:
-        write_s: time of its writing.
-        stall_s: time that training stands still: the next update waits for the writes.
-        interval: the smallest number of steps between checkpoints that costs less than `SHARE`.
+        write_s: seconds to write its files.
+        stall_s: seconds in which training stands still: the next update waits for the writes.
+        interval: smallest number of steps between checkpoints with a cost of at most `SHARE`.
     """
 
     write_s: float
@@ -153,13 +153,13 @@ class SaveCost:
 
 
 def save_cost(write_s: float, step_s: float, spill_s: float = 0.0) -> SaveCost:
-    """Return the cost of a checkpoint, of which one step and the spill hide what they can.
+    """Return the cost of a checkpoint. One step and the writes of the spill hide part of its time.
 
     Args:
-        write_s: the checkpoint's bytes over the disk's rate.
-        spill_s: the spill's bytes over it; no update waits for these.
+        write_s: seconds to write the checkpoint at the disk's rate.
+        spill_s: seconds to write the spill at this rate; updates do not wait for the spill.
     """
     stall_s = max(0.0, write_s - step_s - spill_s)
-    # One checkpoint at a time: the next one begins after it.
+    # A checkpoint begins only after the previous one is written.
     spent_s = max(stall_s / SHARE, write_s)
     return SaveCost(write_s, stall_s, max(1, math.ceil(spent_s / step_s)))

@@ -1,6 +1,6 @@
-"""What a microbatch takes: bytes of torch, and the work of each block.
+"""The cost of a microbatch: torch's memory, and the work of each block.
 
-`plan.tracing` counts it over fake tensors.
+`plan.tracing` computes it with fake tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Activations:
     Attributes:
         saved: saved activations of all layers but the current one.
         layer: saved activations and temporaries of the current layer.
-        logits: logits, their gradient and the loss's rows; the outputs of the embedding and of the
-            final norm, and what keeps documents apart.
-        gradients: gradients of weights, until the engine takes them.
+        logits: logits, their gradient and the loss's rows; outputs of the embedding and of the
+            final norm; and what separates documents.
+        gradients: gradients of weights until the engine takes them.
     """
 
     saved: int
@@ -35,7 +35,7 @@ class Activations:
         return self.saved + self.layer + self.logits + self.gradients
 
     def owners(self) -> dict[str, int]:
-        """Return the parts by their names in a plan."""
+        """Return the parts with their names in a plan, without empty ones."""
         named = {
             "activations": self.saved,
             "one layer at work": self.layer,
@@ -47,12 +47,12 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What the rate of fused attention depends on.
+    """The properties that determine the rate of fused attention.
 
     Attributes:
         width: channels of all heads together.
         length: keys per query.
-        causal: half of the scores are needed.
+        causal: only half of the scores are needed.
     """
 
     width: int
@@ -66,15 +66,15 @@ def _counts() -> defaultdict[Any, float]:
 
 @dataclass(slots=True)
 class Work:
-    """What operations compute and move.
+    """Compute and memory traffic of a set of operations.
 
     Attributes:
-        products: the geometric mean of a weight's sides → FLOPs of the products with it; of other
-            products, of the two smaller sides.
+        products: geometric mean of a weight's sides → FLOPs of the products with it; for other
+            products, the mean of the two smaller sides.
         attention: FLOPs of fused attention, all scores counted.
-        nbytes: that all other operations read and write.
-        launches: the number of operations that move or compute anything.
-        recomputed: FLOPs of products and attention that ran before.
+        nbytes: bytes that all other operations read and write.
+        launches: number of operations that move or compute anything.
+        recomputed: FLOPs of recomputed products and attention.
     """
 
     products: dict[float, float] = field(default_factory=_counts)
@@ -88,7 +88,7 @@ class Work:
         return sum(self.products.values()) + sum(self.attention.values())
 
     def add(self, other: Work) -> None:
-        """Count the work of other operations, too."""
+        """Add the work of other operations."""
         for width, flops in other.products.items():
             self.products[width] += flops
         for kind, flops in other.attention.items():
@@ -100,7 +100,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """The work of one block in a microbatch; backward with recompute."""
+    """The work of one block in a microbatch; backward includes recompute."""
 
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
@@ -108,11 +108,11 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A microbatch of a model.
+    """The cost of a microbatch of a model.
 
     Attributes:
-        blocks: block of the spec → its work. What runs outside of all blocks (the loss) is the last
-            one's.
+        blocks: block of the spec → its work. Work outside of all blocks (the loss) counts in the
+            last one.
         activations: torch's device memory at its peak.
         block_inputs: bytes of each tensor that `activation` copies to the host.
     """
@@ -123,14 +123,14 @@ class TracedStep:
 
     @property
     def flops(self) -> float:
-        """Forward and backward, recompute counted."""
+        """FLOPs of forward and backward, recompute included."""
         return sum(block.forward.flops + block.backward.flops for block in self.blocks.values())
 
     @property
     def recomputed(self) -> float:
-        """FLOPs of the forwards that run again in backward."""
+        """FLOPs of forwards that run again in backward."""
         return sum(block.backward.recomputed for block in self.blocks.values())
 
 
 Trace = Callable[[Config], TracedStep]
-"""A rank's part of a job, its precision resolved → what a microbatch of it takes."""
+"""A rank's part of a job, with resolved precision → the cost of a microbatch."""

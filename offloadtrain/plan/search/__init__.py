@@ -1,5 +1,5 @@
-"""Plans beside each other: what fits, what is faster, what other trainers would take.
+"""Searches over plans: what fits, what is faster, and what other trainers would need.
 
-Each candidate is a whole plan of the room above; there is no second formula. Start at
+Each candidate is a complete plan of `plan/`; there is no second formula. Start at
 `suggest.py`.
 """

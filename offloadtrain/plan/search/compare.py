@@ -1,4 +1,4 @@
-"""A job beside other trainers that offload: the same machine, model and tokens of a step."""
+"""Compares a job with other trainers that offload: same machine, model and tokens per step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ OURS = "offloadtrain"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One system.
+    """One system in the comparison.
 
     Attributes:
-        device: owner → bytes of each device at its peak.
+        device: owner → peak bytes of each device.
         host: owner → bytes of one host with all its ranks.
         micro_batch: sequences of one rank in a microbatch.
-        seconds: of a step.
+        seconds: duration of a step.
         problem: why it does not fit; empty if it does.
-        master: what its master weights are.
+        master: description of its master weights.
         clips: it can clip the norm of all gradients.
-        lower_bound: no throughput of the system on this GPU is known; others were faster than the
-            models of their systems more often than slower.
+        lower_bound: no throughput of the system on this GPU is known; measured throughputs exceeded
+            the models of these systems more often than not.
     """
 
     system: str
@@ -51,8 +51,8 @@ class Row:
 
 
 def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
-    """Return the plan's own row, then one per peer, in as large a microbatch as fits there, up to
-    the plan's.
+    """Return the plan's own row, then one per peer, each with the largest microbatch that fits, up
+    to the plan's.
 
     Raises:
         ConfigError: see `check`.
@@ -62,10 +62,10 @@ def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
 
 
 def check(job: Config, machine: Machine) -> None:
-    """Check that all systems can train a job on a machine, before it is planned.
+    """Check that all systems can train a job on a machine; call it before planning.
 
     Raises:
-        ConfigError: one of them cannot.
+        ConfigError: a system cannot.
     """
     if machine.on_cpu or job.offload.precision == "fp32":
         raise ConfigError("--compare is for 16-bit training on a GPU: choose a --machine with one")
@@ -83,7 +83,7 @@ def accuracy(system: str) -> Accuracy:
 
 
 def table(rows: Sequence[Row], plan: Plan) -> str:
-    """Return the rows as a text table, and how far each predictor was off elsewhere."""
+    """Return the rows as a text table, with each predictor's errors on known throughputs."""
     head = (
         f"{'system':24} {'fits':4} {'GPU':>9} {'host':>9} {'microbatch':>10} {'tokens/s':>8}  "
         f"{'clips':5} {'median, worst error':20} master weights"
@@ -109,7 +109,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _ours(plan: Plan) -> Row:
     moment = max(plan.host_peaks, key=lambda name: plan.host_peaks[name])
     host = {owner: size * plan.local_ranks for owner, size in plan.host.items()}
-    if moment == "init":  # what is built at once takes more than a step's block inputs
+    if moment == "init":  # building the model takes more than a step's block inputs
         host["while the model is built"] = plan.host_peaks["init"] - sum(host.values())
     return Row(
         system=OURS,
@@ -128,7 +128,7 @@ _MASTERS = {"fp32": "fp32", "split16": "fp32, as two halves", "int8": "24 bits"}
 
 
 def _row(name: str, peer: Peer, plan: Plan, trace: Trace | None) -> Row:
-    """Try the step in ever smaller microbatches: halves, as long as they are whole."""
+    """Halve the microbatch, as long as that is exact, until the step fits."""
     job = plan.job
     sequences = job.train.micro_batch * job.train.grad_accum_steps
     while True:
@@ -142,8 +142,8 @@ def _row(name: str, peer: Peer, plan: Plan, trace: Trace | None) -> Row:
 
 
 def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
-    """Return the job as others run it: weights on the device, layers recomputed unless the job
-    keeps their activations, and one copy of the state."""
+    """Return the placement of the job as peers run it: weights on the device, layers recomputed
+    unless the job keeps their activations, and one copy of the state."""
     keeps = not job.offload.activations.recomputes
     offload = job.offload.replace(
         working="device",

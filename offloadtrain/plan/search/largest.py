@@ -1,10 +1,10 @@
 """The largest published model that trains on a machine, by placement and state format.
 
-`config.model_shape.SIZES` has what a job can name and build; the other models here are planned
-only, as far as their plan needs the numbers of their config.json. Biases of queries, keys and
+`config.model_shape.SIZES` has the models that a job can name and build. The other models here are
+only planned, from the figures of their config.json that a plan needs. Biases of queries, keys and
 values, norms of heads and the MLP's activation are left out: they take less than 0.1 % of the
-parameters. Models whose heads together are wider or narrower than the model (Gemma 7B, Qwen3-32B,
-Mistral Nemo) cannot be described so: `plan --hf` plans them.
+parameters. Models whose combined heads are wider or narrower than the model (Gemma 7B, Qwen3-32B,
+Mistral Nemo) cannot be described here: `plan --hf` plans them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _model(
     *,
     tied: bool = False,
 ) -> ModelShape:
-    """heads: of queries; of keys and values."""
+    """`heads`: numbers of (query heads, key and value heads)."""
     return ModelShape(
         vocab_size=vocab_size,
         num_layers=num_layers,
@@ -48,7 +48,7 @@ def _model(
 
 
 def _gpt3(num_layers: int, d_model: int, heads: int) -> ModelShape:
-    """A row of GPT-3's table 2.1 (arXiv:2005.14165), whose sequences have 2048 tokens."""
+    """Return a row of GPT-3's table 2.1 (arXiv:2005.14165); its sequences have 2048 tokens."""
     return ModelShape(
         vocab_size=50257,
         num_layers=num_layers,
@@ -101,11 +101,11 @@ _MODELS = {
 MODELS: Mapping[str, ModelShape] = MappingProxyType(
     dict(sorted(_MODELS.items(), key=lambda item: -num_params(item[1])))
 )
-"""Name → shape, the largest first."""
+"""Name → shape, largest first."""
 
 
 WEIGHT_BYTES = 2
-"""Of a 16-bit working weight: less than any other."""
+"""Bytes of a 16-bit working weight, the narrowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Row:
     """A placement and a state format; `plan` is None if not even a small model fits.
 
     Attributes:
-        model: its published name.
+        model: published name of the largest model that fits.
     """
 
     working: str
@@ -128,7 +128,7 @@ class Row:
 
 
 def largest(name: str, machine: Machine, ranks: int = 1) -> Iterator[Row]:
-    """Yield one row per placement and state format, as they are found: weights on the device or
+    """Yield one row per placement and state format, each when found: weights on the device or
     streamed, layer inputs on the device or the host."""
     precision = machine.auto_precision
     for working, activation in (("device", "recompute"), ("host", "offload")):
@@ -138,7 +138,7 @@ def largest(name: str, machine: Machine, ranks: int = 1) -> Iterator[Row]:
 
 
 def table(rows: Iterable[Row], machine: Machine, ranks: int) -> Iterator[str]:
-    """Yield the lines of a text table, each as soon as its row is there."""
+    """Yield the lines of a text table, each as soon as its row is known."""
     yield (
         f"{'weights':8} {'state':8} {'model':19} {'parameters':>10} {'microbatch':>10} "
         f"{'device':>10} {'host':>10} {'tokens/s':>9}"
@@ -180,7 +180,7 @@ def _largest(row: Row, name: str, machine: Machine, ranks: int) -> Row:
 
 
 def _may_fit(row: Row, shape: ModelShape, machine: Machine, ranks: int) -> bool:
-    """Return whether state and working weights alone fit, which takes no plan to know."""
+    """Return True if state and working weights alone fit; a cheap test before a plan."""
     params, hosts = num_params(shape), -(-ranks // machine.gpus)
     state = params * FORMATS[row.state].bytes_per_param(ADAM_MOMENTS, WEIGHT_BYTES) / hosts
     weights = params * WEIGHT_BYTES if row.working == "device" else 0
@@ -188,8 +188,8 @@ def _may_fit(row: Row, shape: ModelShape, machine: Machine, ranks: int) -> bool:
 
 
 def _fitting(job: Config, name: str, machine: Machine, ranks: int) -> Plan | None:
-    """Return the plan of the largest microbatch that fits: the whole step, which needs no sums, or
-    halves of it. What does not fit in single sequences does not fit in more of them."""
+    """Return the plan with the largest microbatch that fits: the complete step, which needs no
+    sums, or halves of it. If single sequences do not fit, no other size is tried."""
     sequences = job.train.micro_batch
     full, *smaller = _halves(sequences // ranks)
 
@@ -197,7 +197,7 @@ def _fitting(job: Config, name: str, machine: Machine, ranks: int) -> Plan | Non
         train = replace(job.train, micro_batch=size, grad_accum_steps=sequences // size)
         return make(replace(job, train=train), name, machine, ranks)
 
-    # one microbatch of all ranks, which share it
+    # one microbatch of the step, divided among all ranks
     if (plan := planned(full * ranks)).fits:
         return plan
     if not smaller or not planned(smaller[-1]).fits:
@@ -206,5 +206,5 @@ def _fitting(job: Config, name: str, machine: Machine, ranks: int) -> Plan | Non
 
 
 def _halves(size: int) -> list[int]:
-    """Return the size, and its halves as long as they are whole."""
+    """Return the size, and its halves as long as they are integers."""
     return [size, *_halves(size // 2)] if size % 2 == 0 else [size]

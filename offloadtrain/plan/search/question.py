@@ -1,4 +1,4 @@
-"""The question that people ask: can this model be fine-tuned on this machine, and how?"""
+"""Answers the question whether, and how, a model can be fine-tuned on a machine."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from offloadtrain.plan.search.suggest import (
 )
 
 STEP_TOKENS, SEQ_LEN = 32768, 2048
-"""Tokens of a step and of a sequence: usual for fine-tuning."""
+"""Tokens of a step and of a sequence; usual values for fine-tuning."""
 
 SHOWN = 6
-"""Settings that an answer shows, the best among them."""
+"""Number of settings that an answer shows, including the best."""
 
 LEAST = 1e6
-"""Parameters of a model that is named by its size."""
+"""Fewest parameters for which a size names a model."""
 
 NEAR = 0.2
-"""A named size stands for a number of parameters that is so close to its own."""
+"""Largest |log ratio| between a requested number of parameters and that of a named size."""
 
 DECIDED = ("offload.working", "offload.activation", "offload.state", "train.micro_batch")
-"""The keys that an answer always states."""
+"""Keys that an answer always states."""
 
 _JOB = """
 name = "fine-tune"
@@ -62,13 +62,13 @@ global_batch_tokens = {tokens}
 
 @dataclass(frozen=True)
 class Question:
-    """A model to fine-tune.
+    """A model to fine-tune, as a job.
 
     Attributes:
-        label: its name.
-        text: the job before `overrides`, as TOML: a whole step in one microbatch.
+        label: name of the model.
+        text: the job before `overrides`, as TOML, with a complete step in one microbatch.
         overrides: `section.key=value` texts; the search leaves these keys alone.
-        job: both together.
+        job: the job with `overrides`.
     """
 
     label: str
@@ -79,17 +79,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        as_asked: the plan of the question's job, a whole step in one microbatch.
-        fits: a whole step fits with some settings.
-        changes: placements that fit, the fastest first; else what comes nearest: changes that fit
-            with fewer tokens or shorter sequences, or the one that lacks least.
-        best: the plan of the first of them.
-        keys: the settings of the best.
+        as_asked: the plan of the question's job, with a complete step in one microbatch.
+        fits: the job's tokens per step fit with some settings.
+        changes: placements that fit, fastest first; if none does, changes that fit with fewer
+            tokens or shorter sequences, or the single change that lacks the least memory.
+        best: the plan of the first change.
+        keys: the settings of the best plan.
         line: the answer in one line.
-        job_text: the best as a job file; empty if nothing fits.
+        job_text: the best plan's job file; empty if nothing fits.
     """
 
     as_asked: Plan
@@ -101,8 +101,8 @@ class Answer:
     job_text: str
 
     def shown(self, *, as_json: bool) -> tuple[Plan, Sequence[Change]]:
-        """Return the plan to report and other changes: as JSON the plan of the question where that
-        does not fit, as text the nearest one that does."""
+        """Return the plan to report, and other changes. If the job does not fit, JSON reports the
+        plan of the question, and text the nearest plan that fits."""
         if self.fits or (self.best.fits and not as_json):
             return self.best, self.changes[1:SHOWN]
         return self.as_asked, self.changes
@@ -116,15 +116,15 @@ def asked(
     ranks: int,
     say: Callable[[str], Any],
 ) -> Question:
-    """Return the question whether a model can be fine-tuned.
+    """Return the job that asks whether a model can be fine-tuned.
 
     Args:
-        key: of the model in [model]: "hf" or "size".
+        key: key of the model in [model]: "hf" or "size".
         overrides: `section.key=value` texts.
-        say: as of `jobs.load`.
+        say: as in `jobs.load`.
 
     Raises:
-        ConfigError: as `jobs.loads`.
+        ConfigError: as in `jobs.loads`.
     """
     overrides, fixed = tuple(overrides), _keys_of(overrides)
 
@@ -137,7 +137,7 @@ def asked(
             tokens=tokens,
         )
 
-    # Once to know the model's longest sequence, and what the overrides say.
+    # A first load gives the model's longest sequence and the values of the overrides.
     origin = f"--{'hf' if key == 'hf' else 'fine-tune'}"
     probe = jobs.loads(job_text(2, 1, 0), origin, overrides, lambda line: None)
     length = probe.data.seq_len
@@ -162,11 +162,11 @@ def answer(
     tokens: int = 0,
     most: int = SHOWN,
 ) -> Answer:
-    """Search the placements, formats and microbatches of a question, whose model is described.
+    """Search placements, formats and microbatches for a question with a described model.
 
     Args:
-        tokens: of the run; 0: as many as the steps of the question's job have.
-        most: as of `of_each_placement`.
+        tokens: tokens of the run; 0: those of the job's steps.
+        most: as in `of_each_placement`.
 
     Raises:
         OffloadTrainError: the job cannot be planned on this machine.
@@ -196,7 +196,7 @@ def answer(
 
 
 def _job_text(question: Question, keys: Mapping[str, Any]) -> str:
-    """Return the job with other values of keys, as TOML."""
+    """Return the question's job with these keys changed, as TOML."""
     job = toml.parse(question.text, question.label, (), question.overrides)
     list(jobs.drop_overruled_keys(job))
     for dotted, value in keys.items():
@@ -210,10 +210,10 @@ def _keys_of(overrides: Sequence[str]) -> set[str]:
 
 
 def sized(text: str) -> str:
-    """Return the named size that is closest to a number of parameters, such as 8B; Llama's first.
+    """Return the named size closest to a number of parameters, such as 8B; Llama sizes come first.
 
     Raises:
-        ConfigError: no number, or no size is near.
+        ConfigError: the text is not a number, or no size is near it.
     """
     if text.lower() in SIZES:
         return text.lower()
@@ -236,7 +236,7 @@ def sized(text: str) -> str:
 
 
 def job_of(model: str, shape: ModelShape, ranks: int = 1) -> Config:
-    """Return the fine-tuning of a model, in one microbatch per rank."""
+    """Return a fine-tuning job of a model with one microbatch per rank and step."""
     length = min(SEQ_LEN, shape.max_seq_len)
     sequences = -(-STEP_TOKENS // (length * ranks)) * ranks
     return Config(

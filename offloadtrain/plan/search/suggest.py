@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def combinations(job: Config, ranks: int, free: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield the values of each combination that differ from the job's."""
+    """Yield each combination of values for `free` keys, without values equal to the job's."""
     choices = choices_of(job, ranks)
     choices = {key: values for key, values in choices.items() if key in free}
     for values in product(*choices.values()):
@@ -45,7 +45,7 @@ def combinations(job: Config, ranks: int, free: Collection[str]) -> Iterator[dic
 
 
 def choices_of(job: Config, ranks: int) -> dict[str, tuple[Any, ...]]:
-    """Return the values to try of each key, the job's own among them."""
+    """Return the values to try for each key, including the job's."""
     precision, moments = job.offload.precision, update_rule(job.optim).moments
     states = (
         state
@@ -72,7 +72,7 @@ def choices_of(job: Config, ranks: int) -> dict[str, tuple[Any, ...]]:
 
 
 def smaller_batches(job: Config) -> tuple[int, ...]:
-    """Yield halved microbatches, in doubled number."""
+    """Return the microbatch and its halves; their number per step doubles."""
     sizes = [job.train.micro_batch]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
@@ -80,13 +80,13 @@ def smaller_batches(job: Config) -> tuple[int, ...]:
 
 
 def larger_batches(job: Config) -> tuple[int, ...]:
-    """Return the doubled microbatch, in half the number, if that is whole."""
+    """Return (doubled microbatch,) if the number of microbatches can be halved, else ()."""
     is_even = job.train.grad_accum_steps % 2 == 0
     return (2 * job.train.micro_batch,) if is_even else ()
 
 
 def microbatches_of(job: Config, micro_batch: int) -> int:
-    """Microbatches of this size in a step."""
+    """Return the number of microbatches of this size in a step."""
     return job.train.micro_batch * job.train.grad_accum_steps // micro_batch
 
 
@@ -101,7 +101,7 @@ def value_of(job: Config, dotted: str) -> Any:
 
 
 SIMULATED = 12
-"""Most candidates with a predicted time; each takes a fraction of a second."""
+"""Most candidates that are simulated; each takes a fraction of a second."""
 
 PLACES = ("offload.working", "offload.activation")
 SUMS = ("offload.sums_on", "offload.sums_down")
@@ -109,12 +109,12 @@ OFFLOAD = (*PLACES, "offload.state", "offload.state_on", *SUMS, "ranks.shard", "
 ALL = (*OFFLOAD, "train.micro_batch")
 
 SAME = 0.03
-"""Speed differences below a prediction's accuracy: fewer changes win."""
+"""Speed difference below a prediction's accuracy, for which fewer changes are preferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Changed values of some keys, and the resulting plan.
+    """Changed values of keys, and the resulting plan.
 
     Attributes:
         keys: dotted key → value.
@@ -138,16 +138,16 @@ def nearest(
     *,
     with_fewer_tokens: bool = False,
 ) -> list[Change]:
-    """Return changes that make the job fit: the fewest keys, the fastest first.
+    """Return changes that make the job fit, with the fewest keys, fastest first.
 
     They move weights and block inputs between device and host, change the state format, or use more
-    and smaller microbatches; the tokens of a step stay. If none of these suffices, a step gets
-    fewer tokens: as many as fit in one microbatch, which needs no sums; then less memory for each
-    piece, and shorter sequences. If nothing fits, state, weights and gradients go to a drive. If
+    and smaller microbatches with the same tokens per step. If none of these suffices, a step gets
+    fewer tokens: as many as fit in one microbatch, which needs no sums; then smaller pieces and
+    shorter sequences. If nothing fits, state, weights and gradients go to a drive. If
     that does not fit either, the only change is the one that lacks least: its plan does not fit.
 
     Args:
-        with_fewer_tokens: nothing is known to fit with the tokens of a step.
+        with_fewer_tokens: skip changes with the same tokens per step; none is known to fit.
     """
     changes = () if with_fewer_tokens else _promising(job, name, machine, ranks, trace=trace)
     fitting = [change for change in changes if change.plan.fits]
@@ -157,7 +157,7 @@ def nearest(
     if not any(change.plan.fits for change in fitting):
         fitting = _on_disk(job, name, machine, ranks, trace) or fitting
     fitting.sort(key=lambda change: len(change.keys))
-    # Without those that contain a smaller one.
+    # Leave out supersets of another change.
     fewest = [
         change
         for change in fitting
@@ -178,16 +178,16 @@ def of_each_placement(
     *,
     most: int,
 ) -> list[Change]:
-    """Return the placements and state formats that fit, in the largest microbatch that fits there:
-    the fastest first, among equals the one whose state is most exact.
+    """Return the placements and state formats that fit, each with the largest microbatch that fits,
+    fastest first; among equally fast ones the most exact state first.
 
     Args:
         free: the keys that may change.
-        most: how many must be among them; what cannot be one of them is not simulated.
+        most: number of fastest changes that are needed; others may be left out unsimulated.
         trace: see `plan.make`.
 
     Raises:
-        OffloadTrainError: the job as it is cannot be planned.
+        OffloadTrainError: the unchanged job cannot be planned.
     """
     largest: dict[tuple[Any, ...], Change] = {}
     as_it_is = Change({}, make(job, name, machine, ranks, trace))
@@ -208,12 +208,12 @@ def of_each_placement(
 
 
 QUICKER = (("device", "host", "disk"), ("keep", "selective", "recompute", "offload"))
-"""Values of `PLACES`: each moves, or computes, no more than the next."""
+"""Values of `PLACES`, ordered so that each moves, or computes, no more than the next."""
 
 
 def _slower(where: tuple[str, ...], largest: Mapping[tuple[str, ...], Change]) -> bool:
-    """Return whether a step with less recompute, or weights nearer, fits in as large a microbatch:
-    this one needs no simulation then."""
+    """Return True if a change with less recompute, or nearer weights, fits with as large a
+    microbatch, so that this one need not be simulated."""
     places, rest = where[: len(PLACES)], where[len(PLACES) :]
     if not all(place in order for place, order in zip(places, QUICKER, strict=True)):
         return False
@@ -228,15 +228,15 @@ def _slower(where: tuple[str, ...], largest: Mapping[tuple[str, ...], Change]) -
 def single_changes(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
 ) -> list[Change]:
-    """Return every other value of one key that fits: placements, formats, update modes, and the
-    number of microbatches that the tokens of a step are cut into."""
+    """Return every change of a single key that fits: placements, formats, update modes, and the
+    number of microbatches per step."""
     choices = choices_of(job, ranks) | {
         "offload.state_on": distinct("auto", "host"),
         "offload.recompute_blocks": ("auto",) if job.offload.activations.recomputes else (),
         "offload.sums_on": ("auto", "host"),
         "offload.sums_down": ("fp32", "working"),
         "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
-        # What a trace tells is of eager operations.
+        # A trace has eager operations only.
         "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
         "offload.update": ("exact", "speculative", "delayed"),
         "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
@@ -253,12 +253,12 @@ def single_changes(
 def automatic(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
 ) -> Change:
-    """Return the fastest placement of weights and block inputs that fits and changes no number.
+    """Return the fastest placement of weights and block inputs that fits and keeps all numerics.
 
     Raises:
-        PlanError: none fits.
+        PlanError: no placement fits.
     """
-    # Every other activation policy of a traced model would take another trace.
+    # For a traced model every other activation policy would need another trace.
     free = PLACES if trace is None else PLACES[:1]
     candidates = _candidates(job, name, machine, ranks, free=free, trace=trace)
     places = [change for change in candidates if change.plan.fits]
@@ -279,10 +279,10 @@ def automatic(
 def _with_less_recompute(
     job: Config, change: Change, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> Change:
-    """Return a change to layers that are all recomputed with the fewest that fit, where that is
-    faster; sums that it puts on the device are then the share that is fastest with them. Where the
-    shape of a model only estimates its activations, or a number of layers would take several
-    traces, all stay."""
+    """Return a change to full recompute with the fewest recomputed layers that fit instead, if that
+    is faster; gradient sums that it puts on the device then get the share that is fastest with
+    them. Full recompute stays if activations are only estimated from a shape, or if other numbers
+    of layers would need further traces."""
     of_all = change.plan.job.offload.activations.recompute_blocks is None
     if not ("offload.activation" in change.keys and of_all and change.plan.fits):
         return change
@@ -293,7 +293,7 @@ def _with_less_recompute(
     less = _changed(job, change.keys | is_open, name, machine, ranks, trace)
     if less is not None and less.plan.job.offload.activations.recompute_blocks == 0:
         del is_open["offload.recompute_blocks"]
-        is_open["offload.activation"] = "keep"  # its name, where no layer runs again
+        is_open["offload.activation"] = "keep"  # equals 0 recomputed layers
         less = _changed(job, change.keys | is_open, name, machine, ranks, trace)
     if less is None or not less.plan.fits:
         return change
@@ -306,7 +306,8 @@ def _with_less_recompute(
 def settled(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
 ) -> Config:
-    """Return the job with "auto" placement, and what `plan.automatic` decides, for this machine.
+    """Return the job with "auto" placement, and the decisions of `plan.automatic`, for this
+    machine.
 
     Raises:
         PlanError: no placement fits.
@@ -338,13 +339,13 @@ def settled(
 def planned(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
 ) -> Plan:
-    """Return the plan of the job with "auto" placement resolved; where no placement fits, of the
-    job as it was asked for, so that the plan can say what else makes it fit."""
+    """Return the plan of the job with "auto" placement resolved. If no placement fits, plan the
+    unchanged job, so that the plan can report what makes it fit."""
     if job.device.placement == "auto":
         try:
             return automatic(resolved(job, machine), name, machine, ranks, trace).plan
         except PlanError:
-            pass  # where memory is not the reason, the plan below raises it again
+            pass  # if memory is not the reason, `make` raises it again
     return make(job, name, machine, ranks, trace)
 
 
@@ -367,7 +368,7 @@ def _fastest(changes: Sequence[Change]) -> list[Change]:
 
 
 def _fast_enough(changes: Sequence[Change], most: int) -> list[Change]:
-    """Return those that may be among so many fastest ones, or as fast as the fastest."""
+    """Return the changes that may be among the `most` fastest, or as fast as the fastest."""
     simulated: list[Change] = []
     for change in sorted(changes, key=lambda change: -change.plan.most_tokens_per_s):
         rates = sorted(-other.plan.prediction.tokens_per_s for other in simulated)
@@ -380,14 +381,14 @@ def _fast_enough(changes: Sequence[Change], most: int) -> list[Change]:
 
 
 ON_DISK = ("offload.state_on", "offload.working", "offload.grad_on")
-"""The keys that move what is on the host to a drive, the least slow first."""
+"""Keys that move host data to a drive, the least slow first."""
 
 
 def _on_disk(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> list[Change]:
-    """Return the fastest change that fits with as little on a drive as suffices: state, then
-    weights, then gradients. Its rates are the machine's, or assumed."""
+    """Return the fastest change that fits with as little as possible on a drive: state, then
+    weights, then gradients. The drive's rates are the machine's, or assumed."""
     free = ("offload.activation", "offload.state", "train.micro_batch")
     for count in range(1, len(ON_DISK) + 1):
         keys: dict[str, Any] = dict.fromkeys(ON_DISK[:count], "disk")
@@ -401,15 +402,15 @@ def _on_disk(
 def _single_microbatch_changes(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> list[Change]:
-    """Return changes that reduce a step to one microbatch: the largest power of two of sequences
-    per rank that fits. Empty if none fits."""
+    """Return changes that reduce a step to one microbatch of the largest power of two of sequences
+    per rank that fits; empty if none fits."""
     max_per_rank = (job.train.micro_batch * job.train.grad_accum_steps - 1) // ranks
 
     def changes_that_fit(power: int) -> Iterator[Change]:
         return _one_microbatch(job, ranks << power, name, machine, ranks, trace)
 
     def none_fits(power: int) -> bool:
-        return next(changes_that_fit(power), None) is None  # generating the rest would trace again
+        return next(changes_that_fit(power), None) is None  # more changes would need more traces
 
     powers = range(max_per_rank.bit_length())
     # If the smallest size does not fit, no other size needs to be traced.
@@ -421,7 +422,7 @@ def _single_microbatch_changes(
 def _one_microbatch(
     job: Config, sequences: int, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> Iterator[Change]:
-    """Yield what fits with one microbatch of so many sequences for each step."""
+    """Yield changes that fit with steps of one microbatch of this many sequences."""
     keys: dict[str, Any] = {"train.micro_batch": sequences}
     if job.train.global_batch_tokens:
         keys["train.global_batch_tokens"] = sequences * job.data.seq_len
@@ -434,22 +435,22 @@ def _one_microbatch(
 
 
 SHORTEST = 128
-"""Tokens of a sequence: shorter ones are not proposed."""
+"""Shortest proposed sequence, in tokens."""
 
 
 def _smaller_pieces(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> list[Change]:
-    """Return the changes to one sequence per rank, its loss in parts, one slot for streamed blocks,
-    and the longest sequence that fits; or the one change that lacks least."""
+    """Return changes to one sequence per rank, a chunked loss, one slot for streamed blocks, and
+    the longest sequence that fits; or the single change that lacks least."""
     lengths, length = [job.data.seq_len], job.data.seq_len // 2
     while length >= SHORTEST:
         lengths.append(length)
         length //= 2
-    # Where the shortest does not fit, no other has to be traced.
+    # If the shortest does not fit, no other needs to be traced.
     in_parts = True
     if not (shortest := _one_sequence(job, lengths[-1], name, machine, ranks, trace)):
-        in_parts = job.train.chunked_loss  # the model cannot
+        in_parts = job.train.chunked_loss  # the model does not support a chunked loss
         shortest = _one_sequence(job, lengths[-1], name, machine, ranks, trace, in_parts=in_parts)
     if not any(two.plan.fits for two in shortest):
         return sorted(shortest, key=lambda two: two.plan.missing_bytes)[:1]
@@ -473,8 +474,8 @@ def _one_sequence(
     *,
     in_parts: bool = True,
 ) -> list[Change]:
-    """Return the changes to steps of one sequence of this length per rank, in small pieces;
-    `in_parts`: of its loss too."""
+    """Return changes to steps of one sequence of this length per rank; `in_parts`: with a chunked
+    loss."""
     keys = {
         "train.micro_batch": ranks,
         "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
@@ -501,16 +502,17 @@ def _promising(
     *,
     largest_only: bool = False,
 ) -> Iterator[Change]:
-    """Yield the combinations of other values, but for those that another makes needless.
+    """Yield the combinations of other values, without those that another combination makes useless.
 
-    Block inputs on the host take more of it than the state that finds room on the device instead.
-    So where the device has room for them, a combination with them on the host lacks more than the
-    one without, which needs fewer changes: it is left out. Where it has no room for block inputs,
-    it has none for all activations, nor for the results of products. Where all activations fit, the
-    results of products alone are no faster. Each would take a trace of its own.
+    Block inputs on the host take more host memory than the state that could move to the device
+    instead. So if the device has room for them, a combination with block inputs on the host lacks
+    more than the same without, which needs fewer changes: it is left out. If the device has no room
+    for block inputs, it has none for all activations, nor for the results of products. If all
+    activations fit, storing only the results of products is no faster. Each would need a separate
+    trace.
 
     Args:
-        largest_only: nor those that fit in a larger microbatch.
+        largest_only: also leave out combinations that fit with a larger microbatch.
     """
     recomputes = job.offload.activations.mode == "recompute" and not machine.on_cpu
     if (as_it_is := _planned(job, name, machine, ranks, trace)) is None:
@@ -548,7 +550,7 @@ def _candidates(
     free: Collection[str] = ALL,
     trace: Trace | None = None,
 ) -> Iterator[Change]:
-    """Yield every combination of other values that is free of contradictions."""
+    """Yield every combination of other values without contradictions."""
     for keys in combinations(job, ranks, free):
         if change := _changed(job, keys, name, machine, ranks, trace):
             yield change
@@ -562,8 +564,7 @@ def _changed(
     ranks: int,
     trace: Trace | None,
 ) -> Change | None:
-    """Return the plan with other values of keys; None for a contradiction, or what cannot be
-    planned."""
+    """Return the change with its plan; None if it contradicts itself or cannot be planned."""
     if "train.micro_batch" in keys and not job.train.global_batch_tokens:
         keys["train.grad_accum_steps"] = microbatches_of(job, keys["train.micro_batch"])
     changed = _consistent(job, keys)
@@ -579,8 +580,8 @@ def _changed(
 def _planned(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> Plan | None:
-    """Return the plan of a candidate; None for an impossible placement, or, with a warning, for
-    what its model cannot do."""
+    """Return the plan of a candidate; None if its placement is impossible, or, with a warning, if
+    its model does not support it."""
     try:
         return make(job, name, machine, ranks, trace)
     except PlanError:
@@ -596,7 +597,7 @@ def _warn_once(text: str) -> None:
 
 
 def _consistent(job: Config, keys: dict[str, Any]) -> Config:
-    """Add the consequences of changed keys: the tokens of a step do not change."""
+    """Apply changed keys and adapt dependent ones; the tokens of a step stay the same."""
     changed = applied(job, keys)
     train = changed.train
     train = replace(train, grad_accum_steps=microbatches_of(job, train.micro_batch))
@@ -614,7 +615,7 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
 
 
 def text_of(keys: Mapping[str, Any]) -> str:
-    """Return keys with their values as `--set` takes them."""
+    """Return keys and values in the syntax of `--set`."""
     return " ".join(f"{key}={_text(value)}" for key, value in keys.items())
 
 

@@ -1,4 +1,4 @@
-"""A job on 1, 2, 4 … GPUs at constant batch per GPU, offloaded and not."""
+"""A job on 1, 2, 4 … GPUs at constant batch per GPU, offloaded and resident."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Point:
     """One placement on one number of GPUs.
 
     Attributes:
-        system: "offloadtrain", or, analytic and with all state on the GPUs, "resident" (ZeRO) and
-            the pipeline schedules "gpipe", "flush" and "2bw", a stage on each GPU.
+        system: "offloadtrain"; or, analytic and with all state on the GPUs, "resident" (ZeRO) and
+            the pipeline schedules "gpipe", "flush" and "2bw", with one stage per GPU.
         stage: ZeRO stage; 0 for pipelines.
-        efficiency: tokens per second and GPU, relative to the fewest GPUs on which it fits.
+        efficiency: tokens/s per GPU, relative to the fewest GPUs on which the job fits.
         problem: why it does not fit; empty if it does.
     """
 
@@ -53,7 +53,7 @@ class Point:
 
 
 def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> list[Point]:
-    """Weak scaling: every GPU has the job's batch.
+    """Return a weak scaling curve: every GPU has the job's batch.
 
     Raises:
         PlanError, MachineError: from `plan.make` and its prediction.
@@ -106,7 +106,7 @@ def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) 
     )
     try:
         plan = make(wider, name, machine, gpus)
-    except ConfigError as error:  # the ranks cannot be divided as the table [ranks] says
+    except ConfigError as error:  # [ranks] does not divide this number of ranks
         reason, _, _ = str(error).partition(":")
         return Point(
             system="offloadtrain",
@@ -131,7 +131,7 @@ def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) 
 
 
 def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
-    """Predict with the model of published systems; recompute as in the job."""
+    """Predict with the analytic model of published systems; recompute is that of the job."""
     train = job.train
     shape = replace(job.model, max_seq_len=job.data.seq_len)
     run = Run(

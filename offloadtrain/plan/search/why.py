@@ -1,4 +1,4 @@
-"""What bounds a planned step, and which changes make it faster: answers of the simulation."""
+"""Finds what bounds a planned step, and which changes make it faster, by simulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.search.suggest import SAME, Change, single_changes
 
 MOST = 3
-"""Changes that are told of each kind."""
+"""Number of changes shown of each kind."""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "the GPU's arithmetic": ("bf16_tflops", "fp16_tflops", "fp32_tflops"),
@@ -32,10 +32,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "the bus": ("h2d_gbps", "d2h_gbps", "host_link_gbps", "h2d_adam_gbps", "d2h_adam_gbps"),
     "the links between ranks": ("gpu_link_gbps", "node_link_gbps"),
 }
-"""Part of a machine → its rates."""
+"""Part of a machine → its rates in `Machine`."""
 
 DRIVE = {"the drive": ("disk_read_gbps", "disk_write_gbps", "disk_both_gbps")}
-"""The same, where state is on the disk."""
+"""As `PARTS`, if state is on the disk."""
 
 NOTES = {
     ("offload.update", "delayed"): "one step of staleness",
@@ -44,18 +44,18 @@ NOTES = {
     ("offload.sums_down", "working"): "rounds the sum of microbatches",
     ("offload.compile_blocks", True): "rounds elsewhere",
 }
-"""Changes that change the numbers of a run, and how."""
+"""Changes that affect the numerics of a run → their effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What a step's time consists of.
+    """The bound of a step, and changes that would make it faster.
 
     Attributes:
-        gains: part of the machine → how much faster the step were if it were twice as fast, 0.1 for
-            a tenth; the largest first.
-        changes: that keep the numbers of a run, with the gain of each alone, the largest first.
-        rounding: that change the numbers.
+        gains: part of the machine → relative gain of a step if that part were twice as fast (0.1
+            for a tenth), largest first.
+        changes: changes that keep the numerics of a run, with their separate gains, largest first.
+        rounding: changes that affect the numerics.
     """
 
     plan: Plan
@@ -65,7 +65,7 @@ class Why:
 
 
 def why(plan: Plan, trace: Trace | None = None) -> Why:
-    """Ask the simulation, with other rates and with other keys."""
+    """Simulate the plan with other rates and with changed keys."""
     machine, now = plan.machine, plan.prediction
     rated = with_rates(machine)
     gains = {
@@ -125,7 +125,7 @@ def _twice(machine: Machine, rates: Sequence[str]) -> Machine:
 
 
 def _note(change: Change) -> str:
-    """Say how a change changes the numbers of a run; empty if it does not."""
+    """Return how a change affects the numerics of a run; "" if it does not."""
     return ", ".join(note for (key, value), note in NOTES.items() if change.keys.get(key) == value)
 
 

@@ -1,6 +1,6 @@
-"""What one step of any module needs, moves and computes, without its weights or its data.
+"""Memory, transfers and compute of one step of any module, without its weights or data.
 
-The module's own forward and backward run over fake tensors, under the engine's hooks, on lanes that
-launch nothing. The result is a `TracedStep`. Nothing is trained here, and no seconds are known.
+The module's forward and backward run over fake tensors, under the engine's hooks, on lanes that
+launch nothing. The result is a `TracedStep` in bytes and FLOPs. Nothing is trained or timed here.
 Start at `step.trace_step`.
 """

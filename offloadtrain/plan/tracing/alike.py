@@ -1,14 +1,14 @@
-"""A few of the layers that are alike, and of the pieces of a loss, stand for all in a trace.
+"""Traces only a few of several equal layers, and of several equal pieces of a loss.
 
 [Note: Layers that are alike]
-Two layers are alike if they have equal classes, equal shapes and dtypes of their tensors, and equal
-plain attributes, and refer to the same other objects. A whole number that counts the layers is a
+Two layers are alike if they have equal classes, equal shapes and dtypes of their tensors, equal
+plain attributes, and references to the same other objects. An integer that counts the layers is a
 layer's index and may differ. A list of the model or its configuration with an entry per layer
 belongs to the layers' descriptions: a layer with a sliding window is not like a layer without.
 
-A run is a pattern of layers (one, or an attention layer and a Mamba layer) that comes several times
-in a row. The first four and the last three of them are traced. This module cannot tell whether a
-forward depends on the index: `extend` compares the traces of the layers next to the gap.
+A run is a pattern of layers (one, or an attention layer and a Mamba layer) that repeats several
+times in a row. The first four and the last three units are traced. This module cannot tell whether
+a forward depends on the index: `with_skipped_layers` compares the traces next to the gap.
 
 [Note: Extending a trace]
 Seven units of a run were traced (see `alike`): A B C D, a gap, X Y Z. The stretch of a unit lasts
@@ -50,7 +50,7 @@ from offloadtrain.plan.costs.microbatch import Work
 from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place, Segment
 
 TRACED, BEFORE = 7, 4
-"""Units of a run that are traced, and how many of them are before those that are skipped."""
+"""Traced units of a run, and how many of them come before the skipped ones."""
 _LONGEST_UNIT = 8
 
 SCALARS = 64
@@ -65,10 +65,10 @@ class Run:
 
     Attributes:
         container: the list's qualified name.
-        names: of all its layers.
-        start: the first layer of the run.
-        period: layers of a unit, the pattern.
-        units: how often it comes.
+        names: qualified names of all its layers.
+        start: index of the run's first layer.
+        period: layers per unit of the pattern.
+        units: number of repetitions.
     """
 
     container: str
@@ -79,13 +79,13 @@ class Run:
 
     @property
     def skipped(self) -> range:
-        """The layers that are not traced."""
+        """Indices of the layers that are not traced."""
         first = self.start + BEFORE * self.period
         return range(first, first + (self.units - TRACED) * self.period)
 
 
 def runs_of(model: nn.Module, recomputed: Collection[nn.Module] = ()) -> tuple[Run, ...]:
-    """Return the longest run of each list of layers, if it makes the trace shorter; in order.
+    """Return, in order, the longest run of each list of layers that shortens the trace.
 
     A list whose first layers are recomputed is treated as two lists: recomputed and other layers.
     """
@@ -101,14 +101,14 @@ def runs_of(model: nn.Module, recomputed: Collection[nn.Module] = ()) -> tuple[R
 
 
 def uniform_runs(container: str, layers: int, again: int) -> tuple[Run, ...]:
-    """Return the runs of a list whose layers all are alike. `again`: the first are recomputed."""
+    """Return the runs of a list of equal layers, of which the first `again` are recomputed."""
     names = tuple(f"{container}.{number}" for number in range(layers))
     runs = (Run(container, names, lo, 1, hi - lo) for lo, hi in ((0, again), (again, layers)))
     return tuple(run for run in runs if run.units > TRACED)
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield the name and the layers of each list whose children all are blocks."""
+    """Yield name and layers of each list whose children are all blocks."""
     blocks = {part.module for part in partition(model) if part.repeated}
     for name, module in model.named_modules():
         layers = list(module.children())
@@ -119,25 +119,25 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
 
 
 def _longest(none: Run, kinds: Sequence[int]) -> Run:
-    """Return the run that leaves out the most layers; `none`, of no units, if none leaves out any.
-    It begins where that one does, or later."""
+    """Return the run that skips the most layers, starting at `none.start` or later; `none`, which
+    has no units, if no run skips any."""
     best = none
     for period in range(1, _LONGEST_UNIT + 1):
         start = none.start
         while start < len(kinds):
-            # How often the pattern that begins there comes.
+            # Count the repetitions of the pattern that starts here.
             end = start + period
             while end < len(kinds) and kinds[end] == kinds[end - period]:
                 end += 1
             run = replace(none, start=start, period=period, units=(end - start) // period)
             if len(run.skipped) > len(best.skipped):
                 best = run
-            start = end - period + 1  # a run that begins inside of this one is no longer
+            start = end - period + 1  # a run that starts inside this one is no longer
     return best
 
 
 def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
-    """Return a number per layer: equal for layers that are alike."""
+    """Return a number per layer, equal for layers that are alike."""
     inside = {module for layer in layers for module in layer.modules()}
     owners = Counter(param for layer in layers for param in layer.parameters())
     for module in model.modules():
@@ -176,7 +176,7 @@ def _plain(value: Any) -> object:
         return value.__func__, type(value.__self__)
     if isinstance(value, partial):
         return value.func, _plain(value.args), _plain(value.keywords)
-    if isinstance(value, Mapping):  # a hook's key is a number that is never given again
+    if isinstance(value, Mapping):  # keys of hooks are unique numbers
         named = all(isinstance(key, str) for key in value)
         return tuple((key if named else "", _plain(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -187,7 +187,7 @@ def _plain(value: Any) -> object:
 
 
 def _leave_out_indices(signatures: Sequence[Signature]) -> None:
-    """Drop the whole numbers that count the layers, of all that have them."""
+    """Drop integers that count the layers, from all signatures."""
     for key in set().union(*signatures):
         entries = [
             (at, signature[key]) for at, signature in enumerate(signatures) if key in signature
@@ -199,7 +199,7 @@ def _leave_out_indices(signatures: Sequence[Signature]) -> None:
 
 
 def _listed(model: nn.Module, count: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield the lists in modules and their configurations that have one entry per layer."""
+    """Yield lists with one entry per layer, in modules and their configurations."""
     owners = {
         id(owner): owner for module in model.modules() for owner in (module, *_configs(module))
     }
@@ -219,21 +219,21 @@ def _configs(module: nn.Module) -> Iterator[Any]:
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ()) -> Any:
-    """Return a copy of a module whose parameters and buffers are fake, on the CPU, without the
-    skipped layers of the runs. Ties stay; the module itself, whose tensors may be real or meta,
+    """Return a copy of a module with fake parameters and buffers, on the CPU, without the skipped
+    layers of the runs. Tied parameters stay tied. The module itself, with real or meta tensors,
     does not change."""
     with mode:
         stands_for: dict[int, Any] = {}
         left_out = [model.get_submodule(run.names[at]) for run in runs for at in run.skipped]
         for tensor in _tensors(model, left_out):
-            # The data alone: a copy made inside autograd would not be a leaf.
+            # Only the data: a copy made under autograd would not be a leaf.
             fake = torch.empty_like(tensor.detach(), device="cpu")
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             stands_for[id(tensor)] = fake
         for name in {run.container for run in runs}:
             container = model.get_submodule(name)
-            # The list without the skipped layers; the remaining ones are the same objects.
+            # The list without the skipped layers, which are shared, not copied.
             short = copy.copy(container)
             remaining = [layer for layer in container.children() if layer not in left_out]
             short._modules = {str(at): layer for at, layer in enumerate(remaining)}
@@ -242,7 +242,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ())
 
 
 def _tensors(model: nn.Module, left_out: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield parameters and buffers of all modules except these and their submodules."""
+    """Yield parameters and buffers of all modules outside of `left_out`."""
     outside = {inner for layer in left_out for inner in layer.modules()}
     for module in model.modules():
         if module not in outside:
@@ -251,12 +251,12 @@ def _tensors(model: nn.Module, left_out: Sequence[nn.Module]) -> Iterator[Tensor
 
 
 PeakBytes = tuple[int, int, int, int]
-"""Bytes saved in the forward of layers, made in backward, outside of layers, and of gradients."""
+"""Bytes (saved in layers' forward, made in backward, outside of layers, of gradients)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A segment of a trace; `peak_bytes` is None if it made no tensor."""
+    """A segment of a trace; `peak_bytes` is None if no tensor was made in it."""
 
     place: Place
     work: Work
@@ -265,7 +265,7 @@ class Moment:
 
 
 def moment_of(segment: Segment, repeated: set[str]) -> Moment:
-    """`repeated`: names of the blocks that are layers."""
+    """Return a segment as a `Moment`; `repeated` are the names of the layers' blocks."""
     sizes = tuple(segment.input_sizes)
     return Moment(segment.place, segment.work, sizes, _peak_bytes(segment, repeated))
 
@@ -281,7 +281,7 @@ def _peak_bytes(segment: Segment, repeated: set[str]) -> PeakBytes | None:
 
 
 def with_skipped_layers(moments: Sequence[Moment], run: Run) -> list[Moment] | None:
-    """Return the moments with the skipped layers of a run; None if the traced ones differ."""
+    """Return the moments including a run's skipped layers; None if the traced layers differ."""
     cuts = _cuts(moments, run)
     if cuts is None:
         return None
@@ -297,8 +297,8 @@ def with_skipped_layers(moments: Sequence[Moment], run: Run) -> list[Moment] | N
 
 
 def _cuts(moments: Sequence[Moment], run: Run) -> list[int] | None:
-    """Return where the forward of each unit starts and where the backward of each starts, in the
-    order of the step; None if they do not run one by one."""
+    """Return where the forward of each unit starts, then where the backward of each starts, in step
+    order; None if the units do not run one by one."""
     first: dict[Place, int] = {}
     for at, moment in enumerate(moments):
         first.setdefault(moment.place, at)
@@ -311,8 +311,8 @@ def _cuts(moments: Sequence[Moment], run: Run) -> list[int] | None:
 
 
 def _difference(stretches: Sequence[Sequence[Moment]], run: Run) -> PeakBytes | None:
-    """Return by how much the peak grows from each stretch to the next; None if it does not grow by
-    the same amount everywhere, or the stretches differ in anything else."""
+    """Return the growth of the peak from each stretch to the next; None if it is not constant, or
+    the stretches differ in anything else."""
     differences: set[PeakBytes] = set()
     for earlier, later in pairwise(stretches):
         if len(earlier) != len(later):
@@ -326,7 +326,7 @@ def _difference(stretches: Sequence[Sequence[Moment]], run: Run) -> PeakBytes | 
 
 
 def _same(first: Moment, second: Moment) -> bool:
-    """Return whether two moments are equal except for their peaks."""
+    """Return True if two moments are equal except for their peaks."""
     either = (first.peak_bytes is None) == (second.peak_bytes is None)
     return either and replace(first, peak_bytes=None) == replace(second, peak_bytes=None)
 
@@ -352,7 +352,7 @@ def _filled(
 
 
 def _later(moment: Moment, run: Run, units: int, saved: PeakBytes = (0, 0, 0, 0)) -> Moment:
-    """Return the moment of a layer `units` units later, when each of these units has saved more."""
+    """Return the same moment of a layer `units` units later, with their saved bytes added."""
     place, peak_bytes = moment.place, moment.peak_bytes
     if place.block in run.names and (at := run.names.index(place.block)) >= run.start:
         place = replace(place, block=run.names[at + units * run.period])
@@ -369,11 +369,11 @@ def _plus(base: PeakBytes, more: PeakBytes, times: int) -> PeakBytes:
 Piece = TypeVar("Piece")
 
 _BOTH_ENDS = 3
-"""Pieces that are traced."""
+"""Number of traced pieces: the first, the last of the same size, and the last."""
 
 
 class AlikePieces:
-    """A `model.piece_sizes.Few`."""
+    """Traces a few of a loss's equal pieces; implements `model.piece_sizes.Few`."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -395,7 +395,7 @@ class AlikePieces:
         before = self._next_segment()
         first = make(pieces[0])
         self._repeat(before, left_out)
-        # They hold their memory, and are made without work, all thousands in one operation.
+        # Their memory counts, but making all of them, maybe thousands, is one operation.
         middle = first.new_empty((left_out, *first.shape)).unbind()
         return [first, *middle, *(make(piece) for piece in pieces[1 + left_out :])]
 
@@ -405,7 +405,7 @@ class AlikePieces:
         return len(self._meter.segments) - 1
 
     def _repeat(self, before: int, times: int) -> None:
-        """Count the work since the start of that segment so many times more."""
+        """Add the work since segment `before` again, `times` times."""
         work = Work()
         for segment in self._meter.segments[before:]:
             work.add(segment.work)

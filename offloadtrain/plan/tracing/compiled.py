@@ -1,14 +1,14 @@
-"""What a compiled layer saves for backward.
+"""Computes what a compiled layer saves for backward.
 
 [Note: What compiled layers save]
-torch's partitioner decides it ([Note: Compiled recompute] in `engine.autograd.compiled`): of a
-graph of forward and backward, after the compiler's passes over that graph. A plan asks the same
-partitioner, with a graph of one layer over fake tensors, for which no code is generated. The first
-layer of the model stands for all. The operations are those that a GPU would record: fused attention
-there pads heads to a multiple of 8 channels, and the partitioner weighs its FLOPs.
+torch's partitioner decides it ([Note: Compiled recompute] in `engine.autograd.compiled`), from a
+graph of forward and backward after the compiler's passes over that graph. A plan runs the same
+partitioner on a graph of one layer over fake tensors, for which no code is generated. The first
+layer of the model stands for all. The operations are those that a GPU would record: there fused
+attention pads heads to a multiple of 8 channels, and the partitioner weighs its FLOPs.
 
-Weights and inputs of the layer cost nothing here. Inputs are the outputs of the layer before, which
-`activation = "recompute"` keeps, too.
+Weights and inputs of the layer are not counted. Inputs are outputs of the previous layer, which
+`activation = "recompute"` stores as well.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 _log = logging.getLogger(__name__)
 
 _HEAD_MULTIPLE = 8
-"""Flash attention of a GPU takes heads of so many channels; torch pads others."""
+"""Flash attention on a GPU takes heads with a multiple of these channels; torch pads others."""
 
 
 class _LayerReachedError(Exception):
-    """Raised at the first layer of a model, with its arguments."""
+    """Raised when a forward reaches the first layer of a model, with the layer's arguments."""
 
     def __init__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ def saved_share(
     on_cpu: bool,
     packed: bool = False,
 ) -> float:
-    """Return the bytes that a compiled layer saves, over those that it saves if it is eager.
+    """Return the ratio of the bytes that a layer saves compiled to those that it saves eager.
 
     Args:
         model: real or on the meta device. Unchanged.
         loss_of: runs the forward of the model.
-        config: precision, fp8, cast_inputs and activation_budget matter.
+        config: uses precision, fp8, cast_inputs and activation_budget.
         on_cpu, packed: see `trace_step`.
     """
     budget, dtype = config.activations.compiled_budget or 0.0, PRECISIONS[config.precision]
@@ -76,7 +76,7 @@ def saved_share(
     with mode, cpu_stands_for(on_cpu=on_cpu), masks_as_in_training(packed=packed):
         _cast_weights(copied, dtype)
         layers = [part.module for part in partition(copied) if part.repeated]
-        # Hooks are attached as long as this list lives.
+        # Hooks stay attached while this list is alive.
         hooks: list[object] = [
             *attach_casts(copied, layers, dtype, cast_inputs=config.activations.cast_inputs)
         ]
@@ -86,7 +86,7 @@ def saved_share(
         except _LayerReachedError as reached:
             layer, args, kwargs = reached.layer, reached.args_of_layer, reached.kwargs
         else:
-            return budget  # no layer of a list ran
+            return budget  # no layer ran
         try:
             with operations_of_device(on_cpu=on_cpu):
                 eager = _saved_by_eager(layer, args, kwargs)
@@ -121,7 +121,7 @@ def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _graphs_of_device(*, on_cpu: bool) -> Iterator[None]:
-    """Let attention be recorded as on a GPU, unless `on_cpu`."""
+    """Record attention as on a GPU, unless `on_cpu`."""
     if on_cpu:
         yield
         return
@@ -157,13 +157,13 @@ def _graphs_of_device(*, on_cpu: bool) -> Iterator[None]:
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Return storage → bytes. The keys are valid as long as the tensors live."""
+    """Return storage → bytes. The keys are valid while the tensors are alive."""
     storages = (leaf.untyped_storage() for leaf in tensors if isinstance(leaf, Tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _bytes_beyond(saved: Iterable[Any], others: Iterable[Any]) -> int:
-    """Return the bytes of saved tensors that share no memory with the others."""
+    """Return the bytes of saved tensors that share no memory with `others`."""
     shared = _storages(others).keys()
     return sum(size for key, size in _storages(saved).items() if key not in shared)
 
@@ -175,7 +175,7 @@ def _saved_by_eager(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         saved.append(tensor)
         return tensor
 
-    # Not the caches among the arguments, which a forward may write to.
+    # Copy non-tensors: a forward may write to caches among its arguments.
     args, kwargs = tree_map(lambda x: x if isinstance(x, Tensor) else deepcopy(x), (args, kwargs))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = layer.forward(*args, **kwargs)
@@ -189,7 +189,7 @@ def _saved_by_compiled(
     budget: float,
     mode: FakeTensorMode,
 ) -> int:
-    # Here: the compiler takes seconds to import.
+    # Imported here, since the compiler takes seconds to import.
     from torch._functorch import partitioners
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
@@ -214,7 +214,7 @@ def _saved_by_compiled(
     def partitioned(graph: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         with V.set_fake_mode(mode):
             joint_graph_passes(graph)
-        # Weights are alive in any case.
+        # Weights stay alive anyway.
         options |= {"static_lifetime_input_indices": [*range(len(weights))]}
         options |= {"num_fwd_outputs": num_fwd_outputs, "compiler": "inductor"}
         halves = partitioners.min_cut_rematerialization_partition(graph, inputs, **options)
@@ -229,7 +229,7 @@ def _saved_by_compiled(
     def uncompiled(gm: Any, example_inputs: Any) -> Any:
         return gm
 
-    # Where it fails, torch writes the graph into the current folder, under names of this function.
+    # On failure torch writes the graph into the current folder; discard it.
     unwritten = patch.object(partitioners, "_get_unique_path", lambda *_: os.devnull, create=True)
     with BudgetedBackend(budget)._patched_partitioner(), unwritten:
         compiled = aot_function(

@@ -1,12 +1,12 @@
-"""Count the memory and the work of operations on fake tensors, by block.
+"""Counts the memory and the work of operations on fake tensors, by block.
 
-The work: FLOPs of matrix products by the sides of their weights, FLOPs of attention, and bytes of
-everything else.
+Work is FLOPs of matrix products by the sides of their weights, FLOPs of attention, and bytes of
+all other operations.
 
 [Note: Sums in place]
 If a tensor is used twice, autograd adds its gradients, in place if nothing else refers to the first
 gradient. Python always refers to fake tensors, so the trace contains an addition that makes a third
-tensor, and the first one is freed after it. The memory in use is therefore measured only then.
+tensor, after which the first is freed. The memory in use is therefore measured after that.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _ATEN = torch.ops.aten
 _META = torch.device("meta")
 
 _PRODUCTS = {_ATEN.mm: 0, _ATEN.addmm: 1, _ATEN.bmm: 0, _ATEN.baddbmm: 1, _ATEN._grouped_mm: 0}
-"""Matrix products → place of their first operand."""
+"""Matrix products → index of their first operand."""
 
 _BATCHED = frozenset({_ATEN.bmm, _ATEN.baddbmm})
 
 _CONVOLUTIONS = {_ATEN.convolution: 1, _ATEN._convolution: 1, _ATEN.convolution_backward: 2}
-"""Convolutions → place of their weight."""
+"""Convolutions → index of their weight."""
 
 _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: 4,
@@ -58,7 +58,7 @@ _ATTENTION_BACKWARD = {
     _ATEN._scaled_dot_product_flash_attention_backward: 11,
     _ATEN._scaled_dot_product_efficient_attention_backward: 11,
 }
-"""Fused attention → place of `is_causal`; backward has the gradient in front of the queries."""
+"""Fused attention → index of `is_causal`; in backward the gradient comes before the queries."""
 
 _READS = {
     _ATEN.embedding: 1,
@@ -68,12 +68,12 @@ _READS = {
     _ATEN.nll_loss_forward: 1,
     _ATEN.nll_loss_backward: 0,
 }
-"""Operations that read little of their operands: bytes read for each one written."""
+"""Operations that read only parts of their operands → bytes read per byte written."""
 
 _TOUCHES = frozenset(
     {_ATEN.index_put_, _ATEN.scatter_, _ATEN.scatter_add_, _ATEN.index_add_, _ATEN.index_copy_}
 )
-"""Operations that change some elements of their first operand: as many as the others have."""
+"""Operations that change some elements of their first operand, as many as the others have."""
 
 _OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 """Operations that do not read their first operand."""
@@ -81,17 +81,17 @@ _OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 _MAKES_NOTHING = frozenset(
     {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 )
-"""Memory without values."""
+"""Operations that allocate memory without setting values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call of torch.
+    """A call of a torch operation.
 
     Attributes:
-        args: positional ones.
+        args: positional arguments.
         inputs, outputs: its tensors.
-        again: a forward that a recompute runs again.
+        again: it belongs to a recomputed forward.
     """
 
     func: Any
@@ -124,7 +124,7 @@ def _count_product(work: Work, op: Operation, kind: Any, weights: Set[int]) -> N
     weight = next((tensor for tensor in (b, a) if tensor.untyped_storage()._cdata in weights), None)
     if weight is not None:
         sides = weight.shape[-2:]
-    elif kind in _BATCHED:  # attention with explicit scores: its reads and writes count, too
+    elif kind in _BATCHED:  # attention with explicit scores: its reads and writes count as well
         sides = sorted((*a.shape[-2:], b.shape[-1]))[:2]
         work.nbytes += sum(map(_nbytes, (*op.inputs, *op.outputs)))
     else:  # the gradient of a weight
@@ -177,13 +177,13 @@ def _moved(op: Operation, kind: Any) -> float:
 
 
 def _is_strided(tensor: Tensor) -> bool:
-    """Tell whether there are gaps between the elements of a tensor, as in halves of heads."""
+    """Return True if there are gaps between a tensor's elements, as in halves of heads."""
     spans = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() < 1 + sum(spans)
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, at most those of its storage (expanded tensors)."""
+    """Return the bytes of a tensor's elements; of an expanded tensor, those of its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -192,12 +192,12 @@ _OWN: dict[Any, Callable[..., Any]] = {
     CTC_BACKWARD: ctc_loss_backward,
     **GROUPED_PRODUCTS,
 }
-"""Operations that torch does not describe for fake tensors."""
+"""Implementations of operations that torch does not define for fake tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an operation runs.
+    """Location of an operation in the step.
 
     Attributes:
         block: the block whose forward or backward is running; empty outside of all blocks.
@@ -209,7 +209,7 @@ class Place:
 
 
 GRADIENTS = Place("gradients of weights", backward=True)
-"""The place of gradients from their delivery until the engine takes them."""
+"""The place of gradients from their accumulation until the engine takes them."""
 
 
 @dataclass(slots=True)
@@ -219,9 +219,9 @@ class Segment:
     Attributes:
         work: FLOPs and bytes of its operations.
         input_sizes: bytes of each block input that would be copied to the host.
-        peak: peak bytes of all tensors after an operation that made one; 0: no operation did.
+        peak: peak bytes of all tensors after an operation that made a tensor; 0: there was none.
         at_peak: place → bytes of its tensors at the peak.
-        operations: their number in the forward of a block, without views.
+        operations: number of operations in a block's forward, without views.
     """
 
     place: Place
@@ -233,8 +233,8 @@ class Segment:
 
 
 MOST_OPERATIONS = 2048
-"""In the forward of a layer: a trace of more takes minutes. A layer has some 50; one that loops
-over the tokens, such as a scan in plain Python, a few for each of them."""
+"""Limit on operations in a layer's forward: a longer trace takes minutes. A layer has about 50; a
+loop over tokens, such as a scan in plain Python, has a few per token."""
 
 
 class TooManyOperationsError(Exception):
@@ -251,18 +251,18 @@ class _LiveStorage:
 
 
 class Meter(TorchDispatchMode):
-    """Active around forward and backward.
+    """A dispatch mode that measures a forward and backward run under it.
 
-    A storage counts from the operation that makes it until its last tensor is gone: the order of
-    autograd's frees is that of a real run, as the graph is a real one.
+    A storage counts from the operation that makes it until its last tensor is gone. Autograd frees
+    tensors in the order of a real run, since the graph is a real one.
 
     Attributes:
-        segments: of all that ran, in order.
+        segments: segments of the step, in order.
         weights: storages of the weights; the caller keeps them alive.
     """
 
     def __init__(self, *, knows_values: bool = True) -> None:
-        """`knows_values`: the batch may have some: [Note: Known values] in `values`."""
+        """`knows_values`: tensors may carry known values: [Note: Known values] in `values`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._knows_values = knows_values
         self.segments = [Segment(Place())]
@@ -275,7 +275,7 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not wrapped for torch's compiler, which the wrapper would import."""
+        """False: do not wrap for torch's compiler, which the wrapper would import."""
         return False
 
     @property
@@ -290,11 +290,11 @@ class Meter(TorchDispatchMode):
 
     @property
     def holds_something(self) -> bool:
-        """A tensor that was made is alive."""
+        """True if a tensor made under this mode is alive."""
         return bool(self._live_storages)
 
     def moved_to(self, tensor: Tensor, place: Place) -> None:
-        """Count a tensor that is alive at another place from here on."""
+        """Count a live tensor at another place from now on."""
         storage = self._live_storages.get(tensor.untyped_storage()._cdata)
         if storage is not None:
             self._by_place[storage.place] -= storage.nbytes
@@ -315,11 +315,11 @@ class Meter(TorchDispatchMode):
         out = with_values(compute, func, args, kwargs) if self._knows_values else compute()
         if func is _ATEN.empty_like.default and kwargs.get("device") == _META:
             return out  # the engine's description of a tensor
-        # Most operations are these; each takes as long as all that follows.
+        # Fast path for views and the like, which are most operations.
         if func.is_view or func.namespace == "prim":
             return out
         self.segments[-1].operations += bool(self.place.block) and not self.place.backward
-        # Not at the operations above: torch calls some where no error may come through.
+        # Not raised in the operations above: torch calls some in places where errors are fatal.
         if self.segments[-1].operations > MOST_OPERATIONS:
             raise TooManyOperationsError
         inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
@@ -328,7 +328,7 @@ class Meter(TorchDispatchMode):
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         for tensor in new:
             self._hold(tensor)
-        # Backward runs without gradients, a forward that it runs again with them.
+        # Backward runs without gradients enabled, a recomputed forward with them.
         differentiates = not torch.is_grad_enabled() and in_backward()
         self._added = differentiates and func is torch.ops.aten.add.Tensor
         if not self._added:
@@ -363,7 +363,7 @@ class Meter(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the values of an operation, also those in lists."""
+    """Yield the tensors among the values of an operation, including those in lists."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):

@@ -1,19 +1,19 @@
-"""Code outside of the model, as a trace needs it: operations of a GPU, the masks of transformers,
-and caches of functions.
+"""Patches of code outside of the model for a trace: GPU operations, masks of transformers, and
+caches of functions.
 
 [Note: Operations of a GPU]
-A torch without CUDA has no fake tensors of a GPU: autograd ends the process at the first. So fake
-tensors are the CPU's, and where the operations of a GPU save other tensors for backward, a trace
-that stands for a GPU runs what saves the same. torch computes `rms_norm` on a CPU as a chain of
-operations in fp32, and on a GPU as one kernel, if input and weight have one dtype: it reads the
-input, and keeps the input and a number per row. Dropout keeps a mask of a byte per element there.
-Attention with dropout is a chain of operations over all scores on a CPU; the fused kernels of a GPU
-draw the dropout themselves and keep what they keep without it.
+A torch without CUDA has no fake tensors on a GPU: autograd ends the process at the first. So fake
+tensors are on the CPU, and an operation that saves other tensors for backward on a GPU is replaced,
+in a trace for a GPU, by one that saves the same. torch computes `rms_norm` on a CPU as a chain of
+operations in fp32, and on a GPU as one kernel if input and weight have the same dtype: it reads the
+input, and saves the input and a number per row. Dropout on a GPU saves a mask of a byte per
+element. Attention with dropout is a chain of operations over all scores on a CPU; the fused kernels
+of a GPU draw the dropout themselves and save the same as without it.
 
 [Note: Masks of transformers]
-Without a cache, transformers reads the positions of tokens: where they begin anew, sequences are
-packed with several documents, which get a mask. It cannot read fake tensors, and makes the mask.
-Without positions from the caller, each sequence is one document and needs no mask.
+Without a cache, transformers reads the positions of tokens: where they restart, a new document
+begins in a packed sequence, which then gets a mask. It cannot read fake tensors, and makes the
+mask. Without positions from the caller, each sequence is one document and needs no mask.
 
 [Note: Cached fake tensors]
 Models cache tables that depend on sizes only (`functools.lru_cache`): anchors, relative positions.
@@ -74,7 +74,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @contextmanager
 def operations_of_device(*, on_cpu: bool) -> Iterator[None]:
-    """Let torch's operations save what those of a GPU save, unless `on_cpu`."""
+    """Make torch's operations save what they save on a GPU, unless `on_cpu`."""
     if on_cpu:
         yield
         return
@@ -102,7 +102,7 @@ def operations_of_device(*, on_cpu: bool) -> Iterator[None]:
         dropout_p: float = 0.0,
         **options: Any,
     ) -> Tensor:
-        if query.is_meta:  # torch would compute all scores
+        if query.is_meta:  # otherwise torch would compute all scores
             causal, scale = options.get("is_causal", False), options.get("scale")
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return cast(
@@ -120,10 +120,10 @@ def operations_of_device(*, on_cpu: bool) -> Iterator[None]:
 
 @contextmanager
 def masks_as_in_training(*, packed: bool) -> Iterator[None]:
-    """Let transformers, where it is imported, make the masks that it makes of real tensors.
+    """Make transformers, if it is imported, build the masks that it builds for real tensors.
 
     Args:
-        packed: the caller gives positions, and they begin anew inside sequences.
+        packed: the caller gives positions that restart inside sequences.
     """
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None or packed:
@@ -134,13 +134,13 @@ def masks_as_in_training(*, packed: bool) -> Iterator[None]:
 
 
 _LINK = "_lru_list_elem"
-"""Type name of the entries of a bounded cache."""
+"""Type name of the entries of a bounded cache in CPython."""
 
 
 def empty_caches_of(mode: FakeTensorMode) -> None:
-    """Empty every cache of a function that holds a fake tensor of this mode."""
-    # Modules have what they import from others: a trace would spend most of its time on objects
-    # that it has looked at. They are kept, as an object that is gone leaves its number to others.
+    """Clear every function cache that holds a fake tensor of this mode."""
+    # Modules share imported objects: without this table a trace would visit most of them again.
+    # It holds references, because the id of a dead object may be reused.
     visited: dict[int, Any] = {}
     # A copy: reading attributes of a module may import other modules.
     for module in list(sys.modules.values()):
@@ -148,7 +148,7 @@ def empty_caches_of(mode: FakeTensorMode) -> None:
             if id(value) in visited:
                 continue
             visited[id(value)] = value
-            # `type(value)` and not `__class__`, which may run code of a foreign object.
+            # `type(value)`, since `__class__` may run code of a foreign object.
             methods = list(vars(value).values()) if issubclass(type(value), type) else []
             for cache in itertools.chain.from_iterable(map(_caches_of, (value, *methods))):
                 if any(
@@ -159,7 +159,7 @@ def empty_caches_of(mode: FakeTensorMode) -> None:
 
 
 def _caches_of(value: Any) -> Sequence[Any]:
-    """Return the caches that a function is or calls: those that it closes over."""
+    """Return the caches that a function is, or closes over."""
     if type(value) in (staticmethod, classmethod):
         value = value.__func__
     if type(value) is functools._lru_cache_wrapper:
@@ -180,7 +180,7 @@ def _caches_of(value: Any) -> Sequence[Any]:
 def _contents_of(cache: Any) -> Iterator[Any]:
     """Yield the objects in a cache; containers are unpacked."""
     todo, visited = [cache], {id(cache)}
-    # The list grows while it is walked.
+    # The list grows during the loop.
     for container in todo:
         for inner in gc.get_referents(container):
             if id(inner) in visited:

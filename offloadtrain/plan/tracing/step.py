@@ -1,17 +1,17 @@
-"""One microbatch of any module under the engine, over fake tensors.
+"""Traces one microbatch of any module under the engine, over fake tensors.
 
 [Note: Tracing a step]
 The engine is the real one: partition, forward hooks, saved-tensor hooks, recompute, offloaded block
-inputs, casts, and the hooks that take gradients. Only three things stand in: fake tensors for the
-weights and the batch, lanes that launch nothing, and an arena that maps nothing. Autograd's graph
-is therefore the one of training, and tensors die when they die in training. Weights stay on the
-device in the trace: where they are has no influence on what torch allocates.
+inputs, casts, and the hooks that take gradients. Only three things are replaced: weights and batch
+are fake tensors, lanes launch nothing, and the arena maps nothing. Autograd's graph is therefore
+the one of training, and tensors die when they die in training. Weights stay on the device in the
+trace: their location does not influence torch's allocations.
 
-Fake tensors are on the CPU, also where a GPU is planned for: [Note: Operations of a GPU] in
+Fake tensors are on the CPU, even if the plan is for a GPU: [Note: Operations of a GPU] in
 `patches`. A model whose forward reads a tensor's value (`if mask.all()`) cannot be traced.
 
-The shipped transformer on a GPU is traced on the meta device, whose operations take a quarter of
-the time of those on fake tensors. Other models may mix devices or ask for values.
+The shipped transformer for a GPU is traced on the meta device, whose operations take a quarter of
+the time of those on fake tensors. Other models may mix devices or read values.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, 
 from offloadtrain.step.layout.buffers import BufferSpec
 
 FORWARD, BACKWARD = "forward ", "backward "
-"""The engine's names of spans begin so, followed by the module's or the block's."""
+"""Prefixes of the engine's span names, followed by the name of a module or block."""
 
 
 class InertLanes(SequentialLanes):
-    """Counts the bytes of copies, and tells the meter whose forward or backward is running.
+    """Counts the bytes of copies, and sets the meter's place to the running forward or backward.
 
     The function of a launch is dropped without a call, and with it the tensors that only the launch
     refers to: gradients are freed where a real gather would free them.
@@ -119,11 +119,11 @@ class InertLanes(SequentialLanes):
 
 
 Loss = Callable[[nn.Module], Tensor]
-"""Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""
+"""Runs the forward of a model and returns its scalar loss. It creates fake tensors only."""
 
 
 class TraceError(ModelError):
-    """A module that cannot run over fake tensors, or not in a reasonable time."""
+    """A module cannot run over fake tensors, or not in reasonable time."""
 
 
 def trace_step(
@@ -134,15 +134,15 @@ def trace_step(
     on_cpu: bool,
     packed: bool = False,
 ) -> TracedStep:
-    """Return the memory and the work of one microbatch of a model. Only a few of the layers that
-    are alike are traced: [Note: Layers that are alike].
+    """Return the memory and the work of one microbatch of a model. Only a few of several equal
+    layers are traced: [Note: Layers that are alike].
 
     Args:
-        model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
-        config: its precision resolved; precision, activation, recompute_blocks, keep_fp32 and
-            cast_inputs matter.
-        on_cpu: a CPU is planned for, on which losses work on smaller pieces.
-        packed: `loss_of` gives positions that begin anew inside sequences.
+        model: real or on the meta device, in the mode (train or eval) to plan for; not changed.
+        config: options with resolved precision. Used are precision, activation, recompute_blocks,
+            keep_fp32 and cast_inputs.
+        on_cpu: the plan is for a CPU, where losses work on smaller pieces.
+        packed: `loss_of` gives positions that restart inside sequences.
 
     Raises:
         ModelError: `offload` would refuse the model.
@@ -169,12 +169,12 @@ def trace_step(
 def trace_on_meta(
     model: nn.Module, loss_of: Loss, config: OffloadConfig, container: str, layers: int
 ) -> TracedStep | None:
-    """Return the same of a model that is made for this trace, for a GPU; None if its layers turn
-    out to differ.
+    """As `trace_step`, for a GPU, for a model that is created for this trace; None if its layers
+    turn out to differ.
 
     Args:
         model: on the meta device, without the layers that `uniform_runs` skips.
-        container: the name of their list.
+        container: name of the list of layers.
         layers: their number in the full model.
     """
     names = [f"{container}.{number}" for number in range(layers)]
@@ -194,13 +194,13 @@ def trace_on_meta(
 
 
 def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Run]) -> list[Moment]:
-    """Return the moments of the whole model from a trace of fewer layers; empty if there are no
-    such runs, or their layers turn out to differ: [Note: Extending a trace]."""
+    """Return the moments of the full model from a trace of fewer layers; empty if there are no
+    runs, or their layers turn out to differ: [Note: Extending a trace]."""
     try:
         moments: list[Moment] | None = traced(runs) if runs else None
     except TraceError:
         raise
-    except (IndexError, ValueError, RuntimeError):  # it counts its layers: the whole model can run
+    except (IndexError, ValueError, RuntimeError):  # the forward counts its layers: trace all
         return []
     for run in runs:
         moments = with_skipped_layers(moments, run) if moments else None
@@ -210,20 +210,20 @@ def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Ru
 def _moments_of_fakes(
     model: nn.Module, loss_of: Loss, options: OffloadConfig, packed: bool, runs: Sequence[Run]
 ) -> list[Moment]:
-    # Tensors that the module keeps as plain attributes may stay real.
+    # Plain attributes of a module may hold real tensors.
     mode, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
     copied = fake_model(model, mode, runs)
     try:
         with mode, _without_addresses(), masks_as_in_training(packed=packed):
             return _metered(copied, loss_of, options, meter)
     finally:
-        # Some models cache tensors that depend on sizes only.
+        # Some models cache tensors, which would be fake.
         if meter.holds_something:
             empty_caches_of(mode)
 
 
 def _metered(model: nn.Module, loss_of: Loss, options: OffloadConfig, meter: Meter) -> list[Moment]:
-    """Run a microbatch of a model without memory under its engine. Changes the model."""
+    """Run a microbatch of a fake or meta model under its engine. Changes the model."""
     engine, blocks, _hooks = _offloaded(model, options, meter)
     storages = [param.untyped_storage() for param in model.parameters()]
     meter.weights = frozenset(storage._cdata for storage in storages)
@@ -244,14 +244,14 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def _signals_handled_afterwards() -> Iterator[None]:
-    """Let this process's own handlers of signals run after the trace.
+    """Defer this process's Python signal handlers until after the trace.
 
-    A handler that raises inside torch's exchange of dispatch modes leaves a mode after, or takes
-    one too many away: torch then raises an AttributeError, or products of experts of this process
-    are uninitialised memory.
+    A handler that raises while torch switches dispatch modes leaves a mode on the stack, or removes
+    one too many: torch then raises an AttributeError, or expert products in this process
+    return uninitialized memory.
 
-    The handlers are called, not the signals raised again: whoever reads the wakeup file descriptor
-    has read each signal already, and would take it for another one.
+    The handlers are called afterwards; the signals are not raised again, because a reader of the
+    wakeup file descriptor has already read each signal and would count it twice.
     """
     pending: list[int] = []
     replaced: dict[int, Any] = {}
@@ -270,7 +270,7 @@ def _signals_handled_afterwards() -> Iterator[None]:
 
 
 class _HostMemory(MetaArena):
-    """Notes the bytes of each activation that would go to the host."""
+    """Records the bytes of each activation that would go to the host."""
 
     def __init__(self, ledger: Ledger, meter: Meter, owner: str) -> None:
         super().__init__(ledger)
@@ -279,12 +279,12 @@ class _HostMemory(MetaArena):
     def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
         sizes = (request.nbytes for request in requests if request.owner == self._owner)
         self._meter.segments[-1].input_sizes += sizes
-        with _disable_current_modes():  # the host's memory does not count
+        with _disable_current_modes():  # host memory does not count
             return super().map(requests)
 
 
 def traced_options(config: OffloadConfig) -> OffloadConfig:
-    """Return the options that affect torch's allocations, the others at their defaults."""
+    """Return a config with the options that affect torch's allocations, others at defaults."""
     return OffloadConfig(
         precision=config.precision,
         activation=config.activations.mode,
@@ -299,7 +299,7 @@ def traced_options(config: OffloadConfig) -> OffloadConfig:
 def _of_some_layers(
     config: OffloadConfig, layers: Sequence[str], runs: Sequence[Run]
 ) -> OffloadConfig:
-    """Return the options of a trace without the skipped ones of these layers."""
+    """Return the options for a trace without the skipped layers of `runs`."""
     options = traced_options(config)
     if config.activations.recompute_blocks is None:
         return options
@@ -311,7 +311,8 @@ def _of_some_layers(
 def _offloaded(
     model: nn.Module, config: OffloadConfig, meter: Meter
 ) -> tuple[Engine, Sequence[Block], Sequence[object]]:
-    """Return the engine of a fake model, its blocks, and its hooks, which live as long as that."""
+    """Return the engine of a fake model, its blocks, and its hooks, which must stay alive with
+    it."""
     ledger, rule = Ledger(), AdamW()
     arena = _HostMemory(ledger, meter, config.activations.moved)
     engine = build(
@@ -326,7 +327,7 @@ def _offloaded(
         has_values=False,
     )
     layers = [part.module for part in partition(model) if part.repeated]
-    # Before the engine's own hook, which takes the gradient away.
+    # Before the engine's own hook, which removes the gradient.
     hooks: list[object] = [
         param.register_post_accumulate_grad_hook(partial(_delivered, meter))
         for param in model.parameters()
@@ -345,8 +346,8 @@ def _delivered(meter: Meter, param: Tensor) -> None:
 
 @contextmanager
 def _without_addresses() -> Iterator[None]:
-    """torch warns once that fake tensors have no address; kernels' tables ask for theirs, and
-    nothing here launches a kernel."""
+    """Ignore torch's warning that fake tensors have no address: kernel tables read addresses, but
+    no kernel is launched here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
@@ -373,12 +374,12 @@ def _no_values(name: str) -> Iterator[None]:
 
 
 def _as_step(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
-    """`names`: of the blocks, in order."""
+    """Return moments as a `TracedStep`; `names` are the blocks' names, in order."""
     works: dict[Place, Work] = {}
     for moment in moments:
         block = moment.place.block if moment.place.block in names else names[-1]
         works.setdefault(replace(moment.place, block=block), Work()).add(moment.work)
-    # Saved in the forward of layers or outside of them, made in backward, or gradients.
+    # Bytes saved in layers' forward, made in backward, outside of layers, of gradients.
     saved, working, outside, gradients = max(
         (moment.peak_bytes for moment in moments if moment.peak_bytes), key=sum
     )

@@ -1,4 +1,4 @@
-"""Traces for all the jobs that a plan tries, each combination of options traced once."""
+"""Traces for all candidates of a search; each combination of options is traced once."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from offloadtrain.plan.tracing.step import (
 from offloadtrain.runtime.dtypes import PRECISIONS
 
 JobLoss = Callable[[nn.Module, Config], Tensor]
-"""The loss of a fake model over a microbatch of this job."""
+"""Returns the loss of a fake model for a microbatch of this job."""
 
 _MOST_TOKENS = 2**17
-"""The largest microbatch that is traced, in tokens. Sizes of a larger one are extrapolated from
-this one and half of it: a trace takes time for each piece of the loss."""
+"""Largest traced microbatch, in tokens. Larger ones are extrapolated from this size and half of
+it: the time of a trace grows with the pieces of the loss."""
 
 _FEW = 2
-"""Samples of the smallest microbatch that sizes are interpolated from: some models (batch norm)
-take no single one."""
+"""Samples of the smallest traced microbatch, from which others are interpolated. Some models (batch
+norm) refuse a single sample."""
 
 
 class Tracer:
     """A `plan.costs.microbatch.Trace` that traces each combination of options once.
 
-    A trace takes seconds, and a search tries many sizes of microbatches. Only the size that was
-    asked for and the smallest ones are traced; between them bytes and FLOPs are interpolated. Each
-    moment of a step needs a constant and a part per sample, and the peak is the largest of them:
+    A trace takes seconds, and a search tries many microbatch sizes. Only the planned
+    size and the smallest ones are traced; bytes and FLOPs in between are interpolated. Each
+    moment of a step needs a constant and a part per sample, and the peak is the largest moment:
     it is convex, so an interpolated peak is never too small.
     """
 
@@ -60,22 +60,22 @@ class Tracer:
         on_cpu: bool,
         packed: bool = False,
     ) -> None:
-        """`micro_batch`: the planned size, in samples. Other arguments: see `trace_step`."""
+        """`micro_batch`: planned size in samples. For other arguments see `trace_step`."""
         self._on_cpu, self._packed = on_cpu, packed
         self._model = model
         self._loss_of = loss_of
         self._micro_batch = micro_batch
         self._traces: dict[tuple[object, ...], TracedStep] = {}
         self._refused: dict[tuple[object, ...], str] = {}
-        """Message of each microbatch that cannot be traced: a search asks for it many times."""
+        """Message for each microbatch that cannot be traced; a search asks for it many times."""
         self._shares: dict[tuple[object, ...], float] = {}
 
     def __call__(self, config: Config) -> TracedStep:
-        """Return the trace of a microbatch of this job; raises as `trace_step`."""
+        """Return the trace of a microbatch of this job; raises what `trace_step` raises."""
         if _are_partitioned(config):
             return _of_partitioned(self, config, partial(self._saved_share, config))
         size = config.train.micro_batch
-        # Which saved tensors move depends on the size.
+        # Which saved tensors move depends on the size, so nothing is interpolated.
         of_any_size = config.offload.activations.mode == "offload_saved"
         if of_any_size or not _FEW < size < self._micro_batch:
             return self._traced(config, size)
@@ -105,14 +105,14 @@ class Tracer:
             try:
                 self._traces[key] = self._new(sized)
             except PlanError as error:
-                # The text alone: the traceback holds the tensors of the trace.
+                # Store only the text: the traceback would keep the tensors of the trace alive.
                 self._refused[key] = str(error)
                 raise
         return self._traces[key]
 
     def _new(self, config: Config) -> TracedStep:
-        """Raises PlanError for a smaller microbatch than was asked for, which the model refuses;
-        TraceError for an operation that torch cannot do without values."""
+        """Raise PlanError if the model refuses a smaller microbatch than planned, TraceError for an
+        operation that torch cannot run without values."""
         try:
             return trace_step(
                 self._model,
@@ -125,7 +125,7 @@ class Tracer:
             if (size := config.train.micro_batch) < self._micro_batch:
                 raise PlanError(f"a microbatch of {size} cannot be traced: {error}") from error
             if not isinstance(error, RuntimeError):
-                raise  # the model's own
+                raise  # raised by the model itself
             raise TraceError(
                 f"{type(self._model).__name__} cannot be traced in {config.offload.precision}; "
                 f"torch says: {str(error).rstrip('.')}. If its forward runs with data, use another "
@@ -134,7 +134,7 @@ class Tracer:
 
 
 def _are_partitioned(config: Config) -> bool:
-    """The compiler decides what layers save."""
+    """Return True if the compiler decides what layers save."""
     asks_compiler = config.offload.activations.mode in ("selective", "keep")
     return config.offload.compute.compile_blocks and asks_compiler
 
@@ -145,7 +145,7 @@ def _budget(offload: OffloadConfig) -> float:
 
 
 def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
-    """Return the options that decide what compiled layers save, the others at their defaults."""
+    """Return a config with the options that decide what compiled layers save."""
     return OffloadConfig(
         precision=offload.precision,
         activation="selective",
@@ -157,8 +157,8 @@ def _options_of_layers(offload: OffloadConfig) -> OffloadConfig:
 
 
 def _of_partitioned(trace: Trace, config: Config, share_of: Callable[[], float]) -> TracedStep:
-    """Return the trace between those of recompute and of keeping all: its work in proportion to the
-    budget, its memory to what compiled layers save."""
+    """Return a trace between those of recompute and of keeping all activations: its work scales
+    with the budget, its memory with the share that compiled layers save."""
     budget = _budget(config.offload)
     offload = config.offload.replace(
         activation="recompute", activation_budget=None, compile_blocks=False
@@ -170,9 +170,9 @@ def _of_partitioned(trace: Trace, config: Config, share_of: Callable[[], float])
 
 
 def between(small: Any, large: Any, share: float) -> Any:
-    """Interpolate every number of two traces: `share` 0 is the small one, 1 the large one, and more
-    a still larger one. Bytes, which are whole numbers, are rounded up; a rate or a kind of kernel
-    that only one of them has counts as zero in the other."""
+    """Interpolate every number of two traces: `share` 0 gives `small`, 1 gives `large`, and more
+    extrapolates. Integers (bytes) are rounded up. A rate or kind of kernel that only one trace has
+    counts as zero in the other."""
     if isinstance(large, float):
         return small + share * (large - small)
     if isinstance(large, int):
@@ -188,16 +188,16 @@ def between(small: Any, large: Any, share: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What a trace of a shape depends on.
+    """The inputs that a trace of a transformer shape depends on; a cache key.
 
     Attributes:
-        shape: of what one rank holds of the layers of the stage.
+        shape: shape of the rank's part of the layers of its stage.
         samples, seq_len: sizes of the tokens.
-        terms: those of a loss in parts; None: whole logits.
+        terms: terms of a chunked loss; None for full logits.
         isolated: attention does not cross the ends of documents.
-        options: those of `traced_options`.
-        on_cpu: a CPU is planned for.
-        varlen: by variable-length attention. The lengths of documents are not known, so each
+        options: as returned by `traced_options`.
+        on_cpu: the plan is for a CPU.
+        varlen: variable-length attention. Document lengths are not known, so each
             sequence counts as one document: an upper bound of the FLOPs.
     """
 
@@ -212,7 +212,7 @@ class Microbatch:
     varlen: bool = False
 
     def model(self, shape: ModelShape) -> Transformer:
-        """Return the transformer on the meta device; `shape`: perhaps of fewer layers."""
+        """Return the transformer on the meta device, with `shape`, which may have fewer layers."""
         try:
             model = empty_transformer(shape, self.stage).train()
         except ValueError as error:
@@ -224,10 +224,10 @@ class Microbatch:
         return model
 
     def loss(self, model: nn.Module) -> Tensor:
-        """Return the loss of a fake model; of a stage without the head the sum of its hidden
-        states, whose gradients are those that the next stage sends."""
+        """Return the loss of a fake model; for a stage without the head the sum of its hidden
+        states, whose gradients stand for those that the next stage sends."""
         size, device = (self.samples, self.seq_len), next(model.parameters()).device
-        # Each its own: what is saved of one memory is saved once.
+        # Separate tensors, since tensors that share memory would be saved once.
         tokens_BT, targets_BT, positions_BT = (
             torch.empty(size, dtype=torch.long, device=device) for _ in range(3)
         )
@@ -248,18 +248,18 @@ class ShapeTrace:
     """A `plan.costs.microbatch.Trace` of the shipped transformer.
 
     Attributes:
-        on_cpu: a CPU is planned for.
-        divided_inputs: the ranks that hold the parts of matrices divide the inputs of layers.
+        on_cpu: the plan is for a CPU.
+        divided_inputs: tensor parallel ranks partition the inputs of layers.
     """
 
     on_cpu: bool
     divided_inputs: bool = False
 
     def __call__(self, config: Config) -> TracedStep:
-        """Return what a microbatch of this job takes.
+        """Return the cost of a microbatch of this job.
 
         Raises:
-            PlanError: the model has no such shape as the transformer.
+            PlanError: the transformer does not support this shape.
         """
         batch = self._microbatch(config)
         if _are_partitioned(config):
@@ -284,7 +284,7 @@ class ShapeTrace:
             shape = replace(shape, router_aux_loss_coef=0.0)
         if config.hf is not None or config.stage is not None:  # patterns may name other parameters
             options = options.replace(keep_fp32=())
-        if self.divided_inputs:  # they leave autograd for memory of the engine
+        if self.divided_inputs:  # the engine stores them, not autograd
             options = options.replace(activation="offload")
         return Microbatch(
             shape,
@@ -300,7 +300,7 @@ class ShapeTrace:
 
 
 def _with_possible_heads(shape: ModelShape) -> ModelShape:
-    """Return the shape, with fewer heads if those of another model do not divide its width."""
+    """Return the shape, with fewer heads if those of a foreign model do not divide its width."""
     candidates = (
         replace(shape, num_heads=heads, num_kv_heads=gcd(heads, shape.kv_heads))
         for heads in range(shape.num_heads - 1, 0, -1)
@@ -311,7 +311,7 @@ def _with_possible_heads(shape: ModelShape) -> ModelShape:
 
 
 class _MeanLoad(Experts):
-    """Experts of one rank that get as many rows as its tokens send to all experts."""
+    """Experts of one rank that get as many rows as this rank's tokens send to all experts."""
 
     def forward(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
         return self._computed(rows_MD, self.up, self.down, ends_E[: len(self.up)])
@@ -325,7 +325,7 @@ def _share_of_shape(batch: Microbatch, options: OffloadConfig) -> float:
 
 @lru_cache(maxsize=512)
 def traced_microbatch(batch: Microbatch) -> TracedStep:
-    # Experts ask for the values of tensors, or whether they are on the meta device.
+    # Experts read tensor values, or test for the meta device, so they need fake tensors.
     if not (batch.on_cpu or batch.shape.num_experts):
         options, layers = batch.options, batch.shape.num_layers
         again = len(options.activations.recomputed_of(range(layers)))
@@ -337,8 +337,8 @@ def traced_microbatch(batch: Microbatch) -> TracedStep:
 
 
 def activations(placed: Placement, *, on_cpu: bool) -> Activations:
-    """Return the bytes at the peak of a micro-step: of the model that was traced for the placement,
-    else of our transformer of its shape."""
+    """Return the peak bytes of a micro-step, from the trace of the placement's model or else from
+    the shipped transformer in its shape."""
     traced = placed.traced
     if traced is None:
         divided = placed.spec.input_parts > 1
@@ -348,7 +348,6 @@ def activations(placed: Placement, *, on_cpu: bool) -> Activations:
 
 
 def together(stages: Sequence[Activations]) -> Activations:
-    """Return those of several stages on one device: all keep what they have saved, and one of them
-    computes."""
+    """Combine several stages on one device: all keep their saved activations, and one computes."""
     at_work = max(stages, key=lambda stage: stage.total - stage.saved)
     return replace(at_work, saved=sum(stage.saved for stage in stages))

@@ -1,7 +1,7 @@
-"""Values of fake tensors that follow from those of the batch.
+"""Values of fake tensors that follow from values in the batch.
 
 [Note: Known values]
-Forwards ask for values: is a label beyond the vocabulary, is a token padding, is any of a mask set?
+Some forwards read values: is a label beyond the vocabulary, is a token padding, is a mask empty?
 Fake tensors have none. But these questions usually depend only on the integers of the batch, which
 are known and few. The trace therefore carries known values along: an operation whose inputs all
 have values is also computed on them. A tensor that depends on a weight has no values, and a model
@@ -26,20 +26,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _VALUES = "_known_values"
-"""Attribute of a fake tensor: a real one with its values."""
+"""Attribute of a fake tensor: a real tensor with its values."""
 
 _MOST = 1 << 20
-"""Values of a tensor that are computed."""
+"""Largest number of elements for which values are computed."""
 
 
 def give_values(fake: Tensor, real: Tensor) -> Tensor:
-    """Give a fake tensor the values of a real one of its shape; returns it."""
+    """Attach the values of a real tensor of the same shape to a fake one, and return it."""
     setattr(fake, _VALUES, real)
     return fake
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Tell whether a tensor of a batch has values that may be asked for: real whole numbers."""
+    """Return True if a batch tensor has values that a forward may read: a real integer tensor."""
     is_real = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
     return is_real and not tensor.is_floating_point() and tensor.numel() <= _MOST
 
@@ -47,20 +47,20 @@ def has_values(tensor: Tensor) -> bool:
 def with_values(
     compute: Callable[[], Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the result of `compute`, the operation on fake tensors; with values if the values of
-    all its inputs are known."""
+    """Return the result of `compute`, the operation on fake tensors, with values if those of all
+    inputs are known."""
     if func._overloadpacket is torch.ops.aten.rand and math.prod(args[0]) == 1:
         with _disable_current_modes():
             middle = torch.full(args[0], 0.5)
         return give_values(compute(), middle)
-    # Of most operations the first tensor has no values: the leaves of the others take long.
+    # Test positional arguments first: flattening the rest is slow, and most operations fail here.
     is_known = all(map(_is_known, args)) and all(map(_is_known, tree_leaves((args, kwargs))))
     undefined = torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name
     is_known = is_known and not undefined
     try:
         out = compute()
     except (DataDependentOutputException, DynamicOutputShapeException):
-        if func is torch.ops.aten.index.Tensor:  # by a mask: only the mask's values are needed
+        if func is torch.ops.aten.index.Tensor:  # a boolean index: only the mask's values matter
             return func(args[0], _places(args[1]))
         if not is_known:
             raise
@@ -81,7 +81,7 @@ def _is_known(leaf: Any) -> bool:
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
-    """Return a real tensor with the values of a fake one, None where they are not known."""
+    """Return a real tensor with the values of a fake one; None if they are unknown."""
     if isinstance(tensor, FakeTensor):
         values: Tensor | None = getattr(tensor, _VALUES, None)
         return values
@@ -89,7 +89,7 @@ def value_of(tensor: Tensor) -> Tensor | None:
 
 
 def numbers_of(tensor: Tensor) -> list[int] | None:
-    """Return the values of a 1-D tensor, None where they are not known."""
+    """Return the values of a 1-D tensor; None if they are unknown."""
     known = value_of(tensor)
     if known is None:
         return None
@@ -109,7 +109,7 @@ def _faked(real: Tensor) -> Tensor:
 
 
 def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the indices with the places of marks where masks are known."""
+    """Return the indices with known boolean masks replaced by positions."""
     resolved: list[Tensor | None] = []
     for index in indices:
         mask = None if index is None or index.dtype is not torch.bool else value_of(index)
@@ -134,8 +134,8 @@ def ctc_loss(
     all targets have the largest possible length.
 
     Args:
-        targets: (B, S), or all of them in a row.
-        lengths: of the targets, (B,).
+        targets: (B, S), or 1-D with all targets concatenated.
+        lengths: lengths of the targets, (B,).
     """
     steps, samples, _classes = log_probs_TBC.shape
     known = numbers_of(lengths)

@@ -1,19 +1,19 @@
-"""The checkpoints in a folder: found, verified, pruned.
+"""Finds, verifies and prunes the checkpoints in a folder.
 
 A checkpoint is a folder `step-00001200` of one tensor file per rank (`manifest.py`), `state.json`
 (all other state of the run) and `manifest.json` (every file, every tensor with its hashes, and its
-own hash). There is no pickle in it.
+own hash). It contains no pickle.
 
 [Note: Commit protocol]
 Files are written and fsynced in `step-….tmp-<id>`, the manifest last; then the folder is fsynced,
 renamed and its parent fsynced. Only after that may older checkpoints be pruned. At any instant the
 newest folder with a complete name is therefore complete, and a crash costs at most the checkpoint
-being written. Disks can lie, so a checkpoint is trusted only where its hashes match.
+being written. Disks can lie, so a checkpoint is trusted only if its hashes match.
 
 [Note: Reading once]
-Manifest, sizes and kinds of the files are checked first; the bytes of tensors where they are
-loaded. If some of them have changed the previous checkpoint is loaded, all of it: every checkpoint
-holds every tensor, so nothing of the damaged one remains.
+Manifest, sizes and kinds of the files are checked first; a tensor's bytes are checked while they
+are loaded. If some of them have changed, the complete previous checkpoint is loaded instead: every
+checkpoint holds every tensor, so no value of the damaged one remains.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from offloadtrain.train.checkpoint.manifest import (
 from offloadtrain.train.checkpoint.reader import Reading, read
 
 OnDamaged: TypeAlias = Callable[[Path, DamagedCheckpointError], None]
-"""Called with each damaged checkpoint that is skipped, and its problem."""
+"""Called with each skipped damaged checkpoint and its error."""
 _STEP = r"step-(?:\d{8}|[1-9]\d{8,})"
-"""From step 100,000,000 on names are longer: they are not in the order of their letters."""
+"""From step 100,000,000 on names have more digits, so their alphabetical order is not numeric."""
 _COMPLETE = re.compile(_STEP)
 _UNFINISHED = re.compile(rf"{_STEP}\.tmp-\w+|\.trash-.*")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose manifest and state were checked."""
+    """A checkpoint with a verified manifest and state."""
 
     path: Path
     manifest: Manifest
@@ -61,13 +61,13 @@ class Checkpoint:
 
 
 def prune(folder: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
-    """Remove all but the newest `keep_last` checkpoints, and those of steps that `keep_every`
-    divides (0: none); return what was removed.
+    """Remove all but the newest `keep_last` checkpoints and those of steps that are multiples of
+    `keep_every` (0: none); return the removed paths.
 
     Call it after a save. At least 2 stay: the newest may turn out to be damaged.
 
     Raises:
-        OSError: one of them could not be removed; the others are.
+        OSError: a checkpoint could not be removed; the remaining ones were still tried.
     """
     if keep_last < 2:
         raise ValueError(f"keep_last = {keep_last} must be at least 2: one may be damaged")
@@ -79,7 +79,7 @@ def prune(folder: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
         try:
             atomic_io.rename_folder(path, trash)
             atomic_io.remove_folder(trash)
-        except OSError as error:  # the others go, or the disk would fill up
+        except OSError as error:  # remove the remaining ones, or the disk would fill up
             failed.append(error)
     if failed:
         raise failed[0]
@@ -87,10 +87,10 @@ def prune(folder: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Remove the remains of an interrupted save or prune. Only for the owner of `folder`.
+    """Remove the remains of an interrupted save or prune. Only the owner of `folder` may call it.
 
-    What cannot be removed stays for the next time: it is no reason not to save. A network file
-    system keeps what another process still reads.
+    Remains that cannot be removed stay until the next call and do not prevent a save: a network
+    file system keeps files that another process still reads.
     """
     for path in unfinished(folder):
         with suppress(OSError):
@@ -98,7 +98,7 @@ def clean(folder: Path) -> None:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return the remains of an interrupted save or prune, which the next save removes."""
+    """Return the remains of an interrupted save or prune; the next save removes them."""
     return sorted(_named(folder, _UNFINISHED))
 
 
@@ -108,7 +108,7 @@ def find(folder: Path) -> list[Path]:
 
 
 def _named(folder: Path, form: re.Pattern[str]) -> list[Path]:
-    # Path.is_dir raises for some names.
+    # os.path.isdir, since Path.is_dir raises for some names.
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return [folder / name for name in names if form.fullmatch(name)]
 
@@ -127,14 +127,14 @@ def newest_good(
     before: int | None = None,
     accept: Callable[[Checkpoint], None] = lambda _: None,
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that is good, or None; reports each damaged one it skips.
+    """Return the newest valid checkpoint, or None; report each damaged one that is skipped.
 
     Every rank calls this and gets the same answer.
 
     Args:
-        verified: read and verify every tensor; False where that is done while they are loaded.
-        before: only checkpoints of earlier steps than this.
-        accept: raises DamagedCheckpointError where the caller cannot use it; may load it.
+        verified: read and verify every tensor; False if tensors are verified while loading.
+        before: consider only checkpoints of earlier steps.
+        accept: raises DamagedCheckpointError if the caller cannot use it; may load it.
 
     Raises:
         CheckpointError: the newest was written by a newer version of the format. It may be valid,
@@ -146,7 +146,7 @@ def newest_good(
             continue
         try:
             opened = (verify if verified else open_checkpoint)(path, ranks)
-            accept(opened)  # the state is the same on every rank, and so is the answer
+            accept(opened)  # the state is equal on every rank, and so is the decision
             return opened
         except DamagedCheckpointError as damage:
             on_damaged(path, damage)
@@ -154,18 +154,18 @@ def newest_good(
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it neither counts nor blocks a new one."""
+    """Rename a damaged checkpoint, so that it is no longer found and does not block a new one."""
     target = path.with_name(f"damaged-{path.name}-{secrets.token_hex(4)}")
     atomic_io.rename_folder(path, target)
     return target
 
 
 def open_checkpoint(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """Read manifest and state, and check names, kinds and sizes of the files; no tensor is read.
+    """Read manifest and state, and check names, kinds and sizes of the files; reads no tensor.
 
     Raises:
-        DamagedCheckpointError: a file is missing, unreadable, cut short or not listed, or it is the
-            checkpoint of another step.
+        DamagedCheckpointError: a file is missing, unreadable, cut short or not listed, or the
+            manifest is of another step.
         CheckpointError: a newer version of the format.
     """
 
@@ -178,10 +178,10 @@ def open_checkpoint(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """Open a checkpoint and read every tensor of it once, on one of the ranks.
+    """Open a checkpoint and read every tensor once; the ranks divide the tensors.
 
     Raises:
-        DamagedCheckpointError: also if bytes of a tensor have changed.
+        DamagedCheckpointError: as `open_checkpoint`, or bytes of a tensor have changed.
         CheckpointError: a newer version of the format.
     """
     opened = open_checkpoint(path, ranks)
@@ -199,8 +199,8 @@ def together(ranks: Ranks, described: Callable[[OSError], str] | None = None) ->
     """Make an error of one rank an error of all ranks. Every rank calls this.
 
     Args:
-        described: from an error of the disk to the message of a CheckpointError, which then names
-            the rank; None: such an error is not expected, and is raised where it occurs.
+        described: returns the message of a CheckpointError for an OSError; the message then
+            names the rank. None: an OSError is unexpected and stays an error of this rank.
     """
     failed: Exception | None = None
     report: tuple[str, str] | None = None

@@ -1,14 +1,14 @@
-"""The files of a checkpoint: where tensors lie in them, and the manifest that lists everything.
+"""The files of a checkpoint: the layout of their tensors, and the manifest that lists everything.
 
-Nothing in a manifest is trusted before it was checked.
+Nothing in a manifest is trusted before it is checked.
 
 [Note: The tensor files]
 A rank's file holds the flat buffers of its state as they lie in memory, one *region* each, and on
 rank 0 the other tensors of the model. Regions start on blocks of 4096 bytes, so that they are
-written and read past the page cache, straight from the arena. An *entry* is one tensor, or the part
-of it that the rank owns. The *spans* of entries tile the file: padding belongs to the entry before
-it. A *chunk* is the part of a span in one window of 8 MiB. Each has a hash, so that a changed byte
-anywhere names the tensor. xxh3-128 is against accidents, not against malice.
+written and read directly from the arena, without the page cache. An *entry* is one tensor, or this
+rank's part of it. The *spans* of entries tile the file: padding belongs to the entry before
+it. A *chunk* is the part of a span in one window of 8 MiB. Each chunk has a hash, so that a changed
+byte anywhere names its tensor. xxh3-128 protects against accidents, not against malice.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Entry:
     """One tensor in a file.
 
     Attributes:
-        name: the parameter's, or the buffer's.
-        kind: the field of the state, or `UNTRAINED`.
-        shape, stride: of the whole parameter.
-        lo, hi: the elements of it, in the order of its memory.
-        count: the values that stand for them; fewer for scales and packed codes.
-        offset: its first byte in the file.
-        span: the bytes of the file that its hashes cover.
-        digests: one per chunk; empty while they are not known.
+        name: name of the parameter or buffer.
+        kind: field of the state, such as "exp_avg", or `UNTRAINED`.
+        shape, stride: shape and strides of the complete parameter.
+        lo, hi: range of its elements, in memory order.
+        count: stored values for this range; fewer than elements for scales and packed codes.
+        offset: first byte of the values in the file.
+        span: byte range [first, last) of the file that the hashes cover.
+        digests: hash of each chunk; empty until known.
     """
 
     name: str
@@ -95,8 +95,8 @@ class Region:
     """One flat buffer in the file.
 
     Attributes:
-        owner: the bucket that writes it; of other tensors, their name.
-        nbytes: without the padding at its end.
+        owner: the bucket that writes it; for other tensors, their name.
+        nbytes: size without the padding at its end.
     """
 
     owner: str
@@ -111,7 +111,7 @@ class Region:
         return self.offset + padded(self.nbytes)
 
     def within(self, lo: int, hi: int) -> Sequence[Chunk]:
-        """Return the chunks in a window, or the region's part of one."""
+        """Return the chunks that begin in [lo, hi) of the file."""
         first = bisect_left(self.chunks, lo, key=lambda chunk: chunk.lo)
         return self.chunks[first : bisect_left(self.chunks, hi, key=lambda chunk: chunk.lo)]
 
@@ -126,7 +126,7 @@ def lay_out(
     """
     regions: list[Region] = []
     flats = list(states)
-    for name, tensor in extra.items():  # of no bucket: each is saved as a contiguous tensor
+    for name, tensor in extra.items():  # outside all buckets: saved as a contiguous tensor
         shape, numel = tuple(tensor.shape), tensor.numel()
         piece = Piece(name, shape, dense(shape), 0, numel, 0, numel)
         flats.append(FlatState(name, UNTRAINED, name_of(tensor.dtype), numel, (piece,)))
@@ -152,7 +152,7 @@ def _region(file: str, flat: FlatState, start: int) -> Region:
     size = DTYPES[flat.dtype].itemsize
     nbytes = flat.numel * size
     begins = [start + piece.start * size for piece in flat.pieces]
-    # The first span begins with the region: a shard may begin with padding.
+    # A shard may begin with padding, which belongs to the first span.
     cuts = [start, *begins[1:], start + padded(nbytes)]
     chunks: list[Chunk] = []
     for at, piece in enumerate(flat.pieces):
@@ -160,7 +160,7 @@ def _region(file: str, flat: FlatState, start: int) -> Region:
             *(piece.name, flat.kind, flat.dtype, piece.shape, piece.stride, piece.lo, piece.hi),
             *(piece.count, file, begins[at], (cuts[at], cuts[at + 1])),
         )
-        # An empty span keeps its entry in the list.
+        # An entry with an empty span still needs a chunk that refers to it.
         spans = entry.chunks() or [(cuts[at], cuts[at])]
         chunks += [Chunk(lo, hi, entry) for lo, hi in spans]
     return Region(flat.bucket, flat.kind, start, nbytes, tuple(chunks))
@@ -170,7 +170,7 @@ FORMAT = "offloadtrain-checkpoint"
 VERSION = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 MOST_JSON_BYTES = 64 << 20
-"""A manifest of 10 TB of state is smaller."""
+"""Limit on JSON files; a manifest of 10 TB of state is smaller."""
 
 _TENSOR_FILE = re.compile(r"rank-\d{3,6}\.bin")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -182,7 +182,7 @@ class CheckpointError(OffloadTrainError):
 
 
 class NotFiniteError(CheckpointError):
-    """The state must not be saved: weights in it are not finite."""
+    """The state must not be saved: some weights are not finite."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -191,12 +191,12 @@ class DamagedCheckpointError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A manifest that was checked.
+    """A verified manifest.
 
     Attributes:
-        sizes: tensor file → bytes.
-        state: bytes and sha256 of the state's file.
-        entries: every tensor, in the order of the files.
+        sizes: name of a tensor file → its bytes.
+        state: (bytes, sha256) of the state file.
+        entries: all tensors, in file order.
     """
 
     step: int
@@ -209,8 +209,8 @@ class Manifest:
         return sum(self.sizes.values())
 
     def tensors_behind(self, file: str, num_bytes: int) -> str:
-        """Return what a message says of the tensors in a file that reach beyond its first bytes; ""
-        if there are none."""
+        """Return the end of an error message that names the tensors beyond the first `num_bytes`
+        bytes of a file; "" if there are none."""
         lost = [entry for entry in self.entries if entry.file == file and entry.span[1] > num_bytes]
         if not lost:
             return ""
@@ -224,7 +224,7 @@ def write_manifest(
     """Return the text of a manifest.
 
     Args:
-        state: the content of the state's file.
+        state: content of the state file.
     """
     described = {"bytes": len(state), "sha256": sha256(state).hexdigest()}
     content = {
@@ -248,9 +248,9 @@ def read_manifest(folder: Path) -> Manifest:
     file there.
 
     Raises:
-        DamagedCheckpointError: it cannot be read, does not match its own hash, is of no known
+        DamagedCheckpointError: it cannot be read, does not match its own hash, has an unknown
             version, or contradicts itself or the folder.
-        CheckpointError: it is of a newer version of the format.
+        CheckpointError: its format version is newer.
     """
     path = folder / MANIFEST
     try:
@@ -269,7 +269,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _decoded(content)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    # Whatever JSON may hold in the place of what is expected: deep nesting, wrong types, no keys.
+    # JSON may hold anything in place of the expected value: deep nesting, wrong types, no keys.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise DamagedCheckpointError(f"{path} cannot be read: {ascii(reason)[1:-1]}") from error
@@ -278,10 +278,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_state(folder: Path, manifest: Manifest) -> Mapping[str, Any]:
-    """Read the state outside tensors.
+    """Read the state file: all state other than tensors.
 
     Raises:
-        DamagedCheckpointError: it is missing, too large, or changed.
+        DamagedCheckpointError: the file is missing, too large, or changed.
     """
     path, (num_bytes, digest) = folder / STATE, manifest.state
     try:
@@ -299,7 +299,7 @@ def read_state(folder: Path, manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """Compare names, kinds, sizes and owners with the folder; only regular files are opened."""
+    """Compare names, kinds, sizes and owners of the files; only regular files are opened."""
     expected = {**manifest.sizes, STATE: manifest.state[0]}
     try:
         present, owner = set(os.listdir(folder)), os.stat(folder).st_uid
@@ -345,7 +345,7 @@ def encoded_entry(entry: Entry) -> dict[str, Any]:
 
 
 def _decoded(content: Mapping[str, Any]) -> Manifest:
-    """Check everything; raises ValueError, LookupError, TypeError or AttributeError."""
+    """Decode and check a manifest; raises ValueError, LookupError, TypeError or AttributeError."""
     files = dict(content["files"])
     state = files.pop(STATE)
     for name in files:
@@ -393,7 +393,7 @@ def _check_tiling(sizes: Mapping[str, int], entries: Sequence[Entry]) -> None:
 
 
 def _check_pieces(entries: Iterable[Entry]) -> None:
-    """Check that every tensor is whole, and that all its kinds have the same pieces."""
+    """Check that every tensor is complete, and that all its kinds are cut at the same elements."""
     pieces: dict[str, dict[str, list[tuple[int, int]]]] = {}
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for entry in entries:

@@ -1,11 +1,11 @@
-"""Tensors out of a checkpoint's files, each byte read once and verified where it is read.
+"""Reads tensors from a checkpoint's files; each byte is read once and verified on reading.
 
 [Note: Scattered reads]
-One read fills several memories one after the other. Tensors that lie in memory as they lie in the
-file, with the same padding between them, are filled where they are, padding included, and hashed
-there: a copy would take twice as long as the hash. The rest goes through scratch memory and is
-copied: less than a block at the ends of each buffer, tensors on a device, bytes that only another
-rank needs. So a tensor holds bytes before they are verified; see `read`.
+One read fills several memory ranges in sequence. Tensors that lie in memory as they lie in the
+file, with the same padding between them, are filled in place, padding included, and hashed
+there: a copy would take twice as long as the hash. Everything else goes through scratch memory and
+is copied: less than a block at the ends of each buffer, tensors on a device, and bytes that only
+another rank needs. So a tensor holds bytes before they are verified; see `read`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from offloadtrain.runtime.thread_pools import shared_pool
 from offloadtrain.train.checkpoint.manifest import Chunk, DamagedCheckpointError, Entry
 
 _LARGEST_GAP = 1024
-"""Bytes of padding between two parameters of a buffer: less than `spec.ALIGN` elements."""
+"""Upper limit on the padding between two parameters of a buffer: `spec.ALIGN` elements."""
 _MOST_RUNS = 256
-"""One read takes 1024 memories."""
+"""With more runs everything goes through scratch memory: a read takes 1024 memory ranges."""
 
 
 class Target(NamedTuple):
@@ -48,15 +48,15 @@ class Target(NamedTuple):
 
     @property
     def delta(self) -> int:
-        """The address of byte 0 of the file, if all of it lay there."""
+        """Address that byte 0 of the file would have if the whole file were mapped here."""
         return self.memory.data_ptr() - self.lo
 
 
 class Piece(NamedTuple):
-    """Memory of a part of a window, from the byte `lo` of the file on.
+    """Memory for a part of a window, from byte `lo` of the file on.
 
     Attributes:
-        in_place: it is that of the targets; otherwise scratch.
+        in_place: the memory belongs to the targets; False: it is scratch memory.
     """
 
     lo: int
@@ -68,16 +68,16 @@ class Piece(NamedTuple):
         return self.lo + len(self.memory)
 
     def within(self, lo: int, hi: int) -> memoryview:
-        """Return its part of [lo, hi) of the file, which may be empty."""
+        """Return the part of the memory for bytes [lo, hi) of the file; it may be empty."""
         return self.memory[max(lo - self.lo, 0) : max(hi - self.lo, 0)]
 
 
 def scatter(first: int, last: int, targets: Iterable[Target], scratch: memoryview) -> list[Piece]:
-    """Cut the blocks [first, last) of a file into pieces, in order.
+    """Divide the bytes [first, last) of a file into pieces of memory, in order.
 
     Args:
-        targets: in the order of the file.
-        scratch: at least last - first bytes, aligned.
+        targets: memory for parts of the file, in file order.
+        scratch: aligned memory of at least last - first bytes, for parts not read in place.
     """
     pieces: list[Piece] = []
     at = first
@@ -97,7 +97,7 @@ def scatter(first: int, last: int, targets: Iterable[Target], scratch: memoryvie
 
 
 def _runs(targets: Iterable[Target]) -> Iterator[Sequence[Target]]:
-    """Yield targets on the host that lie in memory as in the file, together."""
+    """Yield groups of consecutive host targets that lie in memory as they lie in the file."""
     run: list[Target] = []
     for target in targets:
         if run:
@@ -114,8 +114,8 @@ def _runs(targets: Iterable[Target]) -> Iterator[Sequence[Target]]:
 
 
 def _view(first: Target, lo: int, hi: int) -> memoryview | None:
-    """View the memory of [lo, hi) of the file, from a run that begins with `first`; None: the disk
-    cannot write there."""
+    """View the memory of [lo, hi) of the file, in a run that begins with `first`; None if its
+    alignment does not allow direct reads."""
     if (first.delta + lo) % MEMORY_ALIGN:
         return None
     offset = first.memory.storage_offset() + lo - first.lo
@@ -123,7 +123,7 @@ def _view(first: Target, lo: int, hi: int) -> memoryview | None:
 
 
 class Reading(NamedTuple):
-    """Bytes [lo, hi) of a tensor.
+    """A request to read bytes [lo, hi) of a tensor.
 
     Attributes:
         target: (hi - lo,) uint8 on any device; None: verify only.
@@ -139,8 +139,8 @@ class Reading(NamedTuple):
         return cls(entry, 0, entry.nbytes, target)
 
     def chunks(self) -> list[tuple[Chunk, str]]:
-        """Return the chunks that hold these bytes, with their hashes; of a whole tensor all, with
-        its padding."""
+        """Return the chunks that overlap these bytes, with their hashes; for a complete tensor all
+        chunks, padding included."""
         entry = self.entry
         first = entry.span[0] if self.lo == 0 else entry.offset + self.lo
         last = entry.span[1] if self.hi == entry.nbytes else entry.offset + self.hi
@@ -152,11 +152,11 @@ _Part = tuple[Reading, Chunk, str]
 
 
 def read(folder: Path, readings: Iterable[Reading]) -> None:
-    """Read from the files of a checkpoint into the targets; see [Note: Scattered reads].
+    """Read from the files of a checkpoint into the targets: [Note: Scattered reads].
 
     Raises:
-        DamagedCheckpointError: naming the tensor whose bytes have changed, or the file that cannot
-            be read. Targets are undefined then.
+        DamagedCheckpointError: bytes of a tensor have changed, or a file cannot be read; the
+            message names it. The targets are then undefined.
     """
     of_files: dict[str, list[Reading]] = {}
     for reading in readings:
@@ -167,12 +167,12 @@ def read(folder: Path, readings: Iterable[Reading]) -> None:
     for file, wanted in sorted(of_files.items()):
         for read_bytes in _read_file(folder / file, wanted, pool):
             done_bytes = min(done_bytes + read_bytes, total_bytes)
-            # A large checkpoint takes minutes.
+            # Show progress: a large checkpoint takes minutes.
             HEARTBEAT.advance("reading the checkpoint", done_bytes, total_bytes)
 
 
 def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor) -> Iterator[int]:
-    """Read from one file; yield the bytes of each window, padding included, when it is read."""
+    """Read from one file; yield the bytes of each window, padding included, once it is read."""
     windows: dict[int, list[_Part]] = {}
     for reading in readings:
         for chunk, digest in reading.chunks():
@@ -182,7 +182,7 @@ def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     reader = _WindowReader(path, file)
-    # In the order of the file, so that its first damage is reported.
+    # In file order, so that the first damage in the file is reported.
     ordered = [parts for _, parts in sorted(windows.items())]
     with closing(file):
         tasks = [pool.submit(reader.read, parts) for parts in ordered]
@@ -193,13 +193,13 @@ def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor
         finally:
             for task in tasks:
                 task.cancel()
-            # Threads still write into the targets and read from the file.
+            # Wait: running threads still write into the targets and read from the file.
             for task in tasks:
                 task.cancelled() or task.exception()
 
 
 class _WindowReader:
-    """Reads windows of one file on several threads, each through memory of its own."""
+    """Reads windows of one file on several threads, each with its own scratch memory."""
 
     def __init__(self, path: Path, file: DirectFile) -> None:
         self._path = path
@@ -207,12 +207,12 @@ class _WindowReader:
         self._scratch = threading.local()
 
     def read(self, parts: Sequence[_Part]) -> None:
-        """Read and verify the chunks of one window, and hand out what was not read in place."""
+        """Read and verify the chunks of one window, and copy what was read into scratch memory."""
         pieces = self._filled(parts)
         for reading, chunk, digest in parts:
             computed = xxhash.xxh3_128()
             for piece in pieces:
-                # Hashes without the interpreter's lock.
+                # xxhash releases the GIL.
                 computed.update(piece.within(chunk.lo, chunk.hi))
             if computed.hexdigest() != digest:
                 entry = chunk.entry
@@ -229,7 +229,7 @@ class _WindowReader:
         first = min(chunk.lo for _, chunk, _ in parts) // BLOCK * BLOCK
         last = max(chunk.hi for _, chunk, _ in parts)
         if not hasattr(self._scratch, "window"):
-            # Mapped, and touched only as far as it is needed.
+            # Allocated lazily: its pages become resident only as far as they are used.
             self._scratch.window = aligned_buffer()
         wanted = (_target_of(reading, chunk) for reading, chunk, _ in parts)
         targets = sorted(filter(None, wanted), key=lambda target: target.lo)
@@ -246,7 +246,7 @@ class _WindowReader:
 
 
 def _target_of(reading: Reading, chunk: Chunk) -> Target | None:
-    """Return the memory for what is wanted of a chunk; None: nothing."""
+    """Return the target memory of the requested part of a chunk; None if nothing is requested."""
     begin, target = reading.entry.offset + reading.lo, reading.target
     lo, hi = max(chunk.lo, begin), min(chunk.hi, reading.entry.offset + reading.hi)
     if target is None or lo >= hi:
@@ -255,13 +255,13 @@ def _target_of(reading: Reading, chunk: Chunk) -> Target | None:
 
 
 def _copy(piece: Piece, target: Target) -> None:
-    """Copy what the piece has of the target."""
+    """Copy the overlap of a piece with the target."""
     lo, hi = max(piece.lo, target.lo), min(piece.hi, target.hi)
     if lo >= hi:
         return
     source = np.frombuffer(piece.within(lo, hi), np.uint8)
     memory = target.memory[lo - target.lo : hi - target.lo]
-    # NumPy copies without the interpreter's lock, and on this thread only.
+    # NumPy releases the GIL and copies on this thread only.
     if memory.device.type == "cpu":
         np.copyto(memory.numpy(), source)
     else:

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors: back into a model and its optimizer, or decoded without an engine.
+"""Loads a checkpoint's tensors into a model and its optimizer, or decodes them without an engine.
 
 `restore` loads all of them into an optimizer. `saved_weights` and `saved_state` read weights and
-moments straight from the files, one at a time.
+moments directly from the files, one at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offloadtrain.train.checkpoint.reader import Reading, read
 from offloadtrain.train.checkpoint.save import OffloadedState, untrained
 
 _Piece = Mapping[str, Entry]
-"""A part of a parameter: kind → its tensor."""
+"""A part of a parameter: kind → its entry."""
 
 
 def restore(
@@ -38,8 +38,9 @@ def restore(
     Every rank calls this; the caller then calls the optimizer's `finish_load`.
 
     Returns:
-        its argument `delayed`. False for a checkpoint of another update mode, and in another one:
-        there the newest weights, those of the state, are used at once.
+        The value for the `delayed` argument of `finish_load`: True if the weights in use were
+        loaded separately. False if the checkpoint or the optimizer has another update mode; the
+        newest weights, those of the state, are then used at once.
 
     Raises:
         CheckpointError: the checkpoint is of another model; nothing was loaded.
@@ -61,10 +62,10 @@ def restore(
 
 
 def read_whole(source: Checkpoint, entry: Entry) -> torch.Tensor:
-    """Read and verify one tensor, to the host.
+    """Read and verify one tensor into host memory.
 
     Returns:
-        of the parameter's shape and strides; or 1-D, of the values that are there.
+        A tensor with the parameter's shape and strides; 1-D if the entry is only a part of it.
 
     Raises:
         DamagedCheckpointError: its bytes have changed.
@@ -76,9 +77,9 @@ def read_whole(source: Checkpoint, entry: Entry) -> torch.Tensor:
 
 
 def _pieces(checkpoint: Checkpoint, *, working: bool = False) -> dict[str, list[_Piece]]:
-    """Return name → its pieces, in order: of the state, or only of the weights in use.
+    """Return name → its pieces in order, either of the state or of the weights in use.
 
-    Update mode "delayed": the weights of the state are the newer ones.
+    They differ in update mode "delayed": the weights of the state are one step newer.
     """
     names: dict[str, dict[tuple[int, int], dict[str, Entry]]] = {}
     for entry in (e for e in checkpoint.manifest.entries if (e.kind == WORKING) == working):
@@ -115,13 +116,13 @@ def _is_alike(entries: Sequence[Entry], state: OwnState) -> bool:
 
 
 def _direct(entries: Iterable[Entry], state: OwnState) -> Iterator[Reading]:
-    """Read what this rank holds straight into its memory."""
+    """Yield reads of this rank's parts directly into its memory."""
     for entry in entries:
         view, per = state.fields[entry.kind]
         lo, hi = max(entry.lo, state.lo), min(entry.hi, state.hi)
         if lo >= hi:
             continue
-        # Pieces start on multiples of `per`, which the last one may end within.
+        # Pieces start at multiples of `per`, but the last one may end within a group.
         size, last = view.element_size(), -(-hi // per)
         first_byte, end = (lo - state.lo) // per * size, (last - state.lo // per) * size
         target = view.view(torch.uint8)[first_byte:end]
@@ -151,11 +152,11 @@ def _convert(
 def _turned(
     checkpoint: Checkpoint, pieces: Sequence[_Piece], stride: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """Read all of one parameter's state, and bring it into another order of memory: 1-D, on the
-    host. Tensor parallel keeps some matrices column by column.
+    """Read the complete state of one parameter and bring it into another memory order: 1-D, on the
+    host. Tensor parallel stores some matrices column by column.
 
     Raises:
-        CheckpointError: its scales stand for blocks of elements in the order that was saved.
+        CheckpointError: scales cover blocks of elements in the saved order.
     """
     for entry in _entries(pieces):
         if entry.count != entry.hi - entry.lo:
@@ -181,8 +182,8 @@ def _check_same_model(
     optimizer: OffloadedState,
     ranks: Ranks,
 ) -> None:
-    """Raises CheckpointError if names, shapes or what is trained differ; every rank calls this, as
-    the model may be divided among them."""
+    """Raise CheckpointError if names, shapes or the trained parameters differ. Every rank calls
+    this, since ranks may hold different parts of the model."""
     local_shapes = {name: tuple(extent.shape) for name, extent in optimizer.extents().items()}
     local_shapes |= extra
     trained_own = [name for name, state in states.items() if UNTRAINED not in state[0].fields]
@@ -212,7 +213,7 @@ def _of(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
 
 
 _DECODED = 1 << 18
-"""Elements decoded at a time; a multiple of the formats' blocks."""
+"""Elements decoded at a time; a multiple of every format's block size."""
 
 
 def saved_weights(
@@ -224,17 +225,17 @@ def saved_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of every parameter and persistent buffer, in its shape, on the host.
 
-    What was trained comes as its fp32 master weights, decoded from any state format; the rest as
-    it was saved. Holds one tensor and its state in memory.
+    Trained parameters are yielded as fp32 master weights, decoded from any state format; other
+    tensors as they were saved. Only one tensor and its state are in memory at a time.
 
     Args:
-        rule: the rule that trained them, whose moments were saved with them.
-        working: where the state holds the working weight itself, yield that: it is not always the
+        rule: the update rule of the run, which determines the saved moments.
+        working: yield the working weight itself if the state holds it: it is not always the
             master rounded to nearest.
-        wanted: whether to read the one of this name.
+        wanted: predicate on names; tensors for which it returns False are not read.
 
     Raises:
-        CheckpointError: the state is of no format that is known here.
+        CheckpointError: the state has an unknown format.
     """
     chosen = ((name, of) for name, of in _pieces(source).items() if wanted(name))
     for name, pieces in chosen:
@@ -249,7 +250,7 @@ def saved_state(source: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[s
     shape, on the host, decoded from any state format.
 
     Raises:
-        CheckpointError: the state is of no format that is known here.
+        CheckpointError: the state has an unknown format.
     """
     kinds = [field.name for field in FP32.fields(rule.moments)]
     for name, pieces in _pieces(source).items():
@@ -274,7 +275,7 @@ def _read(checkpoint: Checkpoint, name: str, piece: _Piece, rule: AnyRule, worki
 
 
 def _format(name: str, piece: _Piece, rule: AnyRule) -> tuple[StateFormat, Rule]:
-    """Return the format of a piece, and the rule whose moments it has."""
+    """Return the state format of a piece, and the rule whose moments it has."""
     dtypes = {kind: entry.dtype for kind, entry in piece.items()}
     kept_by: list[Rule] = [rule, rule.rest] if isinstance(rule, MatrixRule) else [rule]
     for candidate in kept_by:
@@ -284,14 +285,14 @@ def _format(name: str, piece: _Piece, rule: AnyRule) -> tuple[StateFormat, Rule]
 
 
 def _values(checkpoint: Checkpoint, entry: Entry) -> Tensor:
-    """Read a tensor as (n,), in the order of the parameter's memory."""
+    """Read a tensor as (n,), in the parameter's memory order."""
     return read_whole(checkpoint, entry).as_strided((entry.count,), (1,))
 
 
 def _decoded(
     checkpoint: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule, kinds: Sequence[str]
 ) -> list[Tensor]:
-    """Return fields of fp32 state as (n,) each."""
+    """Return the given fields, decoded to fp32, as (n,) each."""
     if source is FP32:
         return [_values(checkpoint, piece[kind]) for kind in kinds]
     fields, wide_fields = source.fields(rule.moments), FP32.fields(rule.moments)

@@ -1,10 +1,10 @@
-"""One checkpoint being written: space on the disk, a file of tensors for each rank, and the commit.
+"""Writes one checkpoint: checks the disk space, writes a tensor file per rank, and commits.
 
 [Note: Shards in a checkpoint]
 Each rank writes its shards into its own file, all in one folder that the hosts share. Rank 0
-writes the rest, and commits once every rank has reported its tensors. A tensor is identified by the
-name of its parameter and, for a shard, by its range of elements in memory order. Any number of
-ranks can read what any number wrote.
+writes everything else, and commits after every rank has reported its tensors. A tensor is
+identified by the name of its parameter and, for a shard, by its range of elements in memory order.
+Any number of ranks can read what any number of ranks wrote.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from offloadtrain.train.checkpoint.manifest import (
 )
 
 _WEIGHTS = ("master", "weight")
-"""Kinds of tensors that contain a trained weight, or its upper half."""
+"""Kinds of tensors that hold a trained weight, or its upper half."""
 
 _EXPONENTS = {
     "float32": (np.uint32, 0x7F800000),
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
 }
-"""dtype → the bits that are all set in values that are not finite."""
+"""dtype → (unsigned type, exponent bits, which are all set in values that are not finite)."""
 
 _CHECKED = 1 << 17
-"""Bytes that are checked at a time: they stay in the cache."""
+"""Bytes checked at a time; they stay in the cache."""
 
 
 class Part(NamedTuple):
-    """Values [lo, hi) of a region: the windows of the file that begin with one of them.
+    """Values [lo, hi) of a region. It covers the windows of the file that begin in this range.
 
     Attributes:
-        tensor: of any shape and device. It begins with value `lo`, and holds the last window whole.
+        tensor: any shape and device. Begins with value `lo` and contains the last window entirely.
     """
 
     region: Region
@@ -81,7 +81,7 @@ class Part(NamedTuple):
     hi: int
 
     def windows(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield [lo, hi) of each in the file; `size`: bytes of a value."""
+        """Yield [lo, hi) of each window in the file; `size` is the bytes of a value."""
         start = self.region.offset
         for lo, hi in windows(start, self.region.end):
             if self.lo * size <= lo - start < self.hi * size:
@@ -89,10 +89,11 @@ class Part(NamedTuple):
 
 
 class TensorWriter:
-    """Writes and hashes regions; holds a window of memory per thread, and no copy of the state.
+    """Writes and hashes regions; uses one window of scratch memory per thread, not a copy of the
+    state.
 
     Attributes:
-        failure: the first error; nothing more is written then.
+        failure: the first error; after it nothing more is written.
     """
 
     def __init__(self, path: Path, regions: Sequence[Region]) -> None:
@@ -103,20 +104,20 @@ class TensorWriter:
         self._regions = regions
         self.failure: Exception | None = None
         self._digests: dict[int, str] = {}
-        """First byte of a chunk → its hash."""
+        """First byte of a chunk in the file → its hash."""
         self._scratch = threading.local()
         self._file = DirectFile.create(path, size_of(regions))
         self._pool = shared_pool("checkpoint")
 
     @property
     def direct(self) -> bool:
-        """The file is written past the page cache."""
+        """True if the file is written without the page cache."""
         return self._file.direct
 
     def write(self, parts: Iterable[Part]) -> None:
-        """Write parts of regions; returns when the memory of their tensors is read.
+        """Write parts of regions; returns after the memory of their tensors was read.
 
-        An error is kept in `failure`.
+        An error is stored in `failure`.
         """
         writes = [
             self._pool.submit(
@@ -124,9 +125,9 @@ class TensorWriter:
             )
             for part in parts
             for size in [part.tensor.itemsize]
-            # (n,) uint8; of a tensor that is not contiguous, a copy.
+            # (n,) uint8; a copy if the tensor is not contiguous.
             for flat in [part.tensor.detach().contiguous().reshape(-1).view(torch.uint8)]
-            # That of the thread which launches: the pool's would be compute's.
+            # The launching thread's stream: the pool threads' current stream would be compute's.
             for stream in [torch.cuda.current_stream(flat.device) if flat.is_cuda else None]
             for start in [part.region.offset + part.lo * size]
             for lo, hi in part.windows(size)
@@ -138,11 +139,11 @@ class TensorWriter:
             wait(writes)  # they read the tensors and write the file
 
     def finish(self) -> None:
-        """All regions were written: make them durable."""
+        """Make the written regions durable and close the file; an error is stored in `failure`."""
         try:
             if self.failure is None:
                 self._file.sync()
-            # Some file systems say only here that the disk is full.
+            # Some file systems report a full disk only here.
             self.close()
         except OSError as error:
             self.failure = self.failure or error
@@ -155,7 +156,7 @@ class TensorWriter:
         """Return the entries of the finished file, with their hashes.
 
         Raises:
-            OSError, NotFiniteError: what went wrong.
+            OSError, NotFiniteError: the error in `failure`.
         """
         if self.failure is not None:
             raise self.failure
@@ -190,7 +191,7 @@ class TensorWriter:
             self.failure = self.failure or error
 
     def _aligned(self, part: torch.Tensor, num_bytes: int) -> memoryview:
-        """Return memory that the disk can read: the tensor's own, or a copy with its padding."""
+        """Return memory aligned for direct I/O: the tensor's own, or a copy with its padding."""
         on_host = part.device.type == "cpu"
         if on_host and part.numel() == num_bytes and part.data_ptr() % MEMORY_ALIGN == 0:
             return part.numpy().data
@@ -198,14 +199,14 @@ class TensorWriter:
             self._scratch.window = aligned_buffer()
         window: memoryview = self._scratch.window[:num_bytes]
         target = torch.frombuffer(window, dtype=torch.uint8)
-        # Waits for the copy: from a device, too, it is not asynchronous into pageable memory.
+        # Synchronous: a copy from a device into pageable memory returns after it is done.
         target[: part.numel()].copy_(part)
         target[part.numel() :].zero_()
         return window
 
 
 def _require_finite(chunk: Chunk, data: memoryview) -> None:
-    """Raises NotFiniteError if a weight in the chunk is not finite."""
+    """Raise NotFiniteError if a weight in the chunk is not finite."""
     entry = chunk.entry
     if entry.dtype not in _EXPONENTS:
         return
@@ -225,17 +226,17 @@ def require_space(
 
     Args:
         num_bytes: bytes of this rank's tensors.
-        unfinished: folders that the save removes first: their space counts as free.
+        unfinished: folders that the save removes first; their space counts as free.
 
     Returns:
         (bytes that a checkpoint of all ranks needs, bytes that are free).
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: there is too little free space.
     """
     needed = int(int(ranks.all_gather_host([num_bytes]).sum()) * 1.05) + (1 << 20)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    # Allocated bytes: a file that was made for a checkpoint may be larger than its blocks.
+    # Count allocated blocks: an unfinished file may have a larger size than its blocks.
     folders = (path for path in unfinished if path.is_dir() and not path.is_symlink())
     removable = sum(512 * file.lstat().st_blocks for path in folders for file in path.iterdir())
     free = free_bytes(there) + removable
@@ -248,7 +249,7 @@ def require_space(
 
 
 def older_ones(folder: Path) -> str:
-    """Return a sentence about the checkpoints of a folder before one that was not saved."""
+    """Return a sentence for error messages: whether the folder has older checkpoints."""
     there = any(folder.glob("step-????????"))
     return "Older ones are intact." if there else "There is no older one."
 
@@ -257,13 +258,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 class OffloadedState(Protocol):
-    """The interface of an optimizer for checkpoints."""
+    """Attributes and methods of an optimizer that checkpoints use."""
 
     param_groups: list[dict[str, Any]]
 
     @property
     def ranks(self) -> Ranks:
-        """Those that share its state."""
+        """The ranks that share its state."""
         ...
 
     @property
@@ -285,9 +286,9 @@ class Saved:
     """A committed checkpoint.
 
     Attributes:
-        num_bytes: of the tensors of all ranks.
-        seconds: from its beginning to its commit.
-        direct: it was written past the page cache.
+        num_bytes: bytes of the tensors of all ranks.
+        seconds: from the start of the save to its commit.
+        direct: all files were written without the page cache.
     """
 
     path: Path
@@ -297,14 +298,16 @@ class Saved:
 
 
 class Save:
-    """A checkpoint being written; see [Note: Commit protocol]. It is the optimizer's `StateWriter`.
+    """A checkpoint that is being written; see [Note: Commit protocol]. The optimizer's
+    `StateWriter`.
 
-    Every rank makes one, goes on with its steps, and then calls `commit`: all of them succeed, or
-    all fail. The optimizer's next updates wait for the writes of what they change. What no bucket
-    holds and may change (buffers) is written before this returns.
+    Every rank creates a `Save`, continues with its steps, and then calls `commit`, which succeeds
+    on all ranks or fails on all. The optimizer's next updates wait for the writes of the buffers
+    they change. The constructor itself writes tensors outside the buckets that may change
+    (buffers).
 
     Attributes:
-        written: this rank has written its part, or failed.
+        written: this rank has written its part, or has failed.
     """
 
     def __init__(
@@ -320,9 +323,9 @@ class Save:
     ) -> None:
         """
         Args:
-            state: all state outside tensors, as JSON values; rank 0's is saved.
-            changing: parameters that the optimizer does not hold and steps change: written at once,
-                as buffers are.
+            state: all state other than tensors, as JSON values; rank 0's is saved.
+            changing: parameters outside the optimizer that steps may change; like buffers, the
+                constructor writes them.
 
         Raises:
             CheckpointError: the disk is full or failing. The partial checkpoint is removed.
@@ -363,7 +366,7 @@ class Save:
     def write(self, bucket: str, parts: Sequence[tuple[Written, torch.Tensor]]) -> None:
         """Write parts of the buffers of a bucket."""
         regions = [region for region in self._regions if region.owner == bucket]
-        # A shard that is all padding has no region.
+        # A shard that consists of padding has no region.
         if regions:
             self._writer.write(
                 Part(regions[written.buffer], tensor, written.lo, written.hi)
@@ -388,8 +391,8 @@ class Save:
         Raises:
             NotFiniteError: a weight is not finite.
             CheckpointError: the disk is full or failing, the step was saved before, or a frozen
-                parameter was changed meanwhile. In all cases the partial checkpoint is removed, and
-                older ones are untouched.
+                parameter was changed during the save. In all cases the partial checkpoint is
+                removed, and older ones stay untouched.
         """
         # This rank's part is on the disk, or has failed; the exchange below says so of all.
         self._optimizer.finish_writing()
@@ -416,7 +419,7 @@ class Save:
         return Saved(self._final, num_bytes, seconds, direct)
 
     def _require_unchanged(self) -> None:
-        """Raises CheckpointError if what the optimizer does not wait for may be of two steps."""
+        """Raise CheckpointError if a frozen tensor changed, so that its file may mix two steps."""
         for name, tensor in self._frozen.items():
             if tensor._version != self._versions[name]:
                 raise CheckpointError(
@@ -444,7 +447,7 @@ class Save:
         with suppress(OSError):  # of a file that nobody wants any more
             self._open.close()
         if self._ranks.rank == 0:
-            with suppress(OSError):  # else `clean` does it, before the next save
+            with suppress(OSError):  # `clean` retries before the next save
                 atomic_io.remove_folder(self._unfinished)
 
 
@@ -462,7 +465,7 @@ def save(
 
 
 def untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
-    """Return the parameters that the optimizer does not hold, and the persistent buffers."""
+    """Return the parameters outside the optimizer, and the persistent buffers."""
     extents = optimizer.extents()
     tensors: Tensors = {name: p for name, p in model.named_parameters() if name not in extents}
     for prefix, module in model.named_modules():
@@ -475,7 +478,7 @@ def untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
 def lay_out_state(
     file: str, model: torch.nn.Module, optimizer: OffloadedState
 ) -> tuple[list[Region], Tensors]:
-    """Lay out this rank's file; return its regions, and the untrained tensors in them."""
+    """Lay out this rank's file; return its regions and the untrained tensors among them."""
     extra = untrained(model, optimizer) if optimizer.saves_untrained else {}
     return lay_out(file, optimizer.flat_states(), extra), extra
 

@@ -1,5 +1,5 @@
-"""Output of a run: its event log, the console, other loggers, and planned against measured figures.
+"""Output of a run: event log, console, other loggers, and the comparison with the plan.
 
-It reads the trainer's state and changes nothing of it. Start at `run_log.RunLog`, which writes the
+It reads the trainer's state and never changes it. Start at `run_log.RunLog`, which writes the
 records of `events.schema`.
 """

@@ -1,9 +1,9 @@
 """The job's commands at an alert and at the end of a start (`train.on_alert`, `train.on_end`).
 
-A command is a list of arguments, run without a shell, in a session of its own, for at most
-`LIMIT_S`. What happened is in its environment, so that no text of a log becomes an argument. One
-thread runs them one after another: training never waits for one, only the end does, for at most
-twice the limit. What a command prints is dropped.
+A command is a list of arguments. It runs without a shell, in its own session, for at most
+`LIMIT_S`. Facts about the event are in its environment, so that no text of a log becomes an
+argument. One thread runs the commands one after another: training never waits for them, only the
+end of the run does, for at most twice the limit. Output of a command is discarded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.events import schema
 
 LIMIT_S = 10.0
-"""Most seconds of one command."""
+"""Time limit of one command."""
 
 _MOST_WAITING = 16
 _MOST_CHARS = 2000
@@ -38,7 +38,7 @@ class CommandHooks:
         *,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """`warn`: told once per key that its command failed, on the thread of the commands."""
+        """`warn` is called once per key when its command fails, on the thread of the commands."""
         self._on_alert, self._on_end = config.train.on_alert, config.train.on_end
         self._facts = {"RUN": str(run.resolve()), "NAME": config.name}
         self._warn, self._limit_s = warn, limit_s
@@ -95,7 +95,7 @@ class CommandHooks:
 
 
 def _run(command: list[str], facts: Mapping[str, str], limit_s: float) -> str:
-    """Run a command to its end; return what went wrong, or ""."""
+    """Run a command and wait for it; return the problem, or ""."""
     environment = os.environ | {f"OFFLOADTRAIN_{name}": value for name, value in facts.items()}
     quiet = subprocess.DEVNULL
     try:

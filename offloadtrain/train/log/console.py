@@ -1,6 +1,6 @@
 """Console output: one live line, or a plain line every few seconds.
 
-Everything goes to stderr: stdout is for data. At the end of a run a summary has the loss curve,
+All output goes to stderr: stdout is for data. At the end of a run a summary shows the loss curve,
 sample text, the folder and the next commands.
 """
 
@@ -40,8 +40,8 @@ def format_step(
     eta_s: float,
     now_s: float,
 ) -> str:
-    """Format a step as one line, the most important first, so that truncation loses least; what is
-    not known is omitted.
+    """Format a step as one line, most important values first, so that truncation loses least;
+    unknown values are omitted.
 
     Args:
         steps: of the whole run.
@@ -67,7 +67,7 @@ def format_step(
 
 
 class Console:
-    """Writes step lines and messages; a live line is rewritten in place, on a terminal only.
+    """Writes step lines and messages. On a terminal one live line is rewritten in place.
 
     A closed terminal ends the output, not the run.
     """
@@ -80,8 +80,8 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         quiet: bool = False,
     ) -> None:
-        """`every_s`: between plain lines; a live line is refreshed ten times a second at most.
-        `quiet`: print nothing, since another rank does."""
+        """`every_s`: time between plain lines; a live line is refreshed at most ten times a second.
+        `quiet`: print nothing, since another rank prints."""
         self._quiet = quiet
         self._stream = unfiltered(stream or sys.stderr)
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -95,8 +95,8 @@ class Console:
 
     @contextmanager
     def never_silent(self, what: str, first_after_s: float = SILENCE_S) -> Iterator[None]:
-        """Print the current activity, initially `what`, from a thread during silence; for the first
-        time after so many seconds."""
+        """Print the current activity, initially `what`, from a thread whenever nothing else was
+        printed for a while; the first time after `first_after_s`."""
         self.doing(what)
         self._spoke_s = self._clock() - self._silence_s + min(first_after_s, self._silence_s)
         over = threading.Event()
@@ -120,12 +120,11 @@ class Console:
         self._doing, self._doing_since_s = what, self._clock()
 
     def spoken(self) -> None:
-        """Note that something else was printed."""
+        """Record that something was printed, also by other code."""
         self._spoke_s = self._clock()
 
     def fill_silence(self) -> None:
-        """Print the current activity after a while of silence; how far it is at once, on a
-        terminal."""
+        """Print the current activity after a silence. On a terminal, show its progress at once."""
         now = self._clock()
         if now - self._spoke_s >= self._silence_s:
             spent = format_duration(now - self._doing_since_s)
@@ -149,7 +148,7 @@ class Console:
         self._open = True
 
     def step(self, line: Callable[[], str], *, force: bool = False) -> None:
-        """Print the line of a step if it is due, or if forced (the first and the last)."""
+        """Print the line of a step if it is due, or if `force` is set (first and last step)."""
         now = self._clock()
         if not force and now - self._shown_s < self._interval_s:
             return
@@ -165,7 +164,7 @@ class Console:
         self._write(f"{sanitize(text)}\n")
 
     def end_line(self) -> None:
-        """Keep the live line and continue below it."""
+        """End the live line, so that output continues below it."""
         if self._open:
             self._write("\n")
             self._open = False
@@ -175,7 +174,7 @@ class Console:
         if self._quiet:
             return
         with suppress(OSError, ValueError):  # the pipe's reader has left, or the stream is closed
-            # A paused terminal, or the full pipe of a pager, holds the run up: that is no hang.
+            # A paused terminal or a pager with a full pipe blocks the run: that is not a hang.
             with HEARTBEAT.outside():
                 self._stream.write(text)
                 self._stream.flush()
@@ -190,10 +189,10 @@ def run_summary(
     """Return the text printed at the end of a run: the folder and next commands, as lines to copy.
 
     Args:
-        log: the log of rank 0.
-        progress: over all its starts.
+        log: log of rank 0.
+        progress: progress over all starts of the run.
         status: "done" or "stopped".
-        nproc: ranks that the next commands start.
+        nproc: ranks that the printed commands start.
     """
     took = f"\n{progress.step} steps in {format_duration(progress.seconds)}"
     if not log.exists():
@@ -204,7 +203,7 @@ def run_summary(
         )
     if status == "stopped":
         return f"{took}\nrun folder: {run}\nresume: {resume_command(run, nproc)}"
-    # To train longer: 0 where the job's last step has not been reached.
+    # 0 if the job's last step was not reached, else twice the steps.
     longer = 2 * config.train.steps if progress.step >= config.train.steps else 0
     halved = f"{train_command(run, nproc)} --set optim.lr={config.optim.lr / 2:g}"
     lines = [
@@ -219,7 +218,7 @@ def run_summary(
 
 
 def summary(log: Path) -> str:
-    """Return curve, losses and sample from a run's event log, all its starts together."""
+    """Return loss curve, losses and sample text from a run's event log, over all its starts."""
     train: dict[int, float] = {}
     val: dict[int, float] = {}
     sample: schema.Sample | None = None
@@ -255,7 +254,7 @@ def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int
 
     Args:
         points: (step, loss), steps ascending; non-finite losses are omitted.
-        width, height: of the plot, in characters, without its labels.
+        width, height: size of the plot in characters, without its labels.
     """
     finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
     if not finite:
@@ -277,7 +276,7 @@ def _label(loss: float) -> str:
 
 
 def _columns(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
-    """The mean loss of each column's steps; a column between two points takes the earlier one's."""
+    """Return the mean loss per column; a column without steps repeats the one before it."""
     first, last = points[0][0], points[-1][0]
     count = min(width, max(last - first + 1, 1))
     sums: list[list[float]] = [[] for _ in range(count)]

@@ -1,7 +1,7 @@
 """Copies of a run's scalars for other tools: CSV, JSON lines, TensorBoard, Weights & Biases.
 
-`Loggers` takes the events of the run log and gives each logger a thread. The package of a logger is
-imported on its thread, when the first row is there.
+`Loggers` takes the events of the run log and gives each logger a thread. A logger's package is
+imported on that thread when the first row arrives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEP_SCALARS = (
     *("loss", "lr", "grad_norm", "clip_coef", "loss_scale", "skipped", "tokens"),
     *("tokens_per_s", "mfu", "step_ms", "exposed_ms"),
 )
-"""Fields of `schema.Step` that loggers get."""
+"""Fields of `schema.Step` that loggers receive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Row:
     """Scalars of one event.
 
     Attributes:
-        step: as in the event; a skipped step and the one after it have the same number.
+        step: step of the event; a skipped step and its repetition have the same number.
         time_s: Unix time of the event.
-        values: name → value; unknown ones are left out.
+        values: name → value; unknown values are left out.
     """
 
     step: int
@@ -52,13 +52,14 @@ class Row:
 
 
 class Logger(Protocol):
-    """A destination of rows. It is made, used and closed on one thread, which may block."""
+    """A destination of rows. It is created, used and closed on one thread, which may block."""
 
     def log(self, row: Row) -> None:
-        """Rows come in the order of the run; any exception ends the logger, not the run."""
+        """Write a row. Rows come in the order of the run. An exception ends the logger, not the
+        run."""
 
     def close(self, *, failed: bool) -> None:
-        """Write what is left."""
+        """Write buffered rows."""
 
 
 def row_of(event: Source, time_s: float) -> Row:
@@ -77,15 +78,15 @@ COLUMNS = ("step", "time_s", *STEP_SCALARS, "val_loss")
 
 
 class _RowFile(ABC):
-    """A file with a line for each row, written at once: a killed run has lost no row."""
+    """A file with one line per row, written at once: a killed run loses no row."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        """Append to the file after its rows up to `resumed_step`; below 0: begin it anew."""
+        """Append to the file after its rows up to `resumed_step`; if negative, start a new file."""
         if resumed_step >= 0 and path.exists():
             valid_bytes = 0
             with open(open_descriptor(path, flags=os.O_RDWR), "rb+") as file:
                 for line in file:
-                    # From its first row after `resumed_step` on, or a torn last row.
+                    # Cut from the first row after `resumed_step` on, or from a torn last row.
                     if not line.endswith(b"\n") or self.step_of(line) > resumed_step:
                         break
                     valid_bytes += len(line)
@@ -104,7 +105,8 @@ class _RowFile(ABC):
 
 
 class JsonLines(_RowFile):
-    """One object per row. JSON has no nan and inf: they are strings, as in the event log."""
+    """One JSON object per row. JSON has no nan and inf, so they are strings, as in the event
+    log."""
 
     def step_of(self, line: bytes) -> int:
         return int(json.loads(line)["step"])
@@ -115,14 +117,14 @@ class JsonLines(_RowFile):
 
 
 class Csv(_RowFile):
-    """A row per step, and one per evaluation with `val_loss`; unknown values are empty. Memory by
-    owner is left out: its columns are not known at the first row."""
+    """One row per step, and one per evaluation with `val_loss`; unknown values are empty. Memory by
+    owner is left out, because its columns are not known at the first row."""
 
     def step_of(self, line: bytes) -> int:
-        """Return the step of a row; the header belongs to every step.
+        """Return the step of a row; 0 for the header, which every resume keeps.
 
         Raises:
-            ValueError: it has other columns than ours.
+            ValueError: the header has other columns.
         """
         if line.startswith(b"step,"):
             if line.decode().rstrip("\n") != ",".join(COLUMNS):
@@ -143,7 +145,7 @@ _FLUSH_S = 10
 
 
 class TensorBoard:
-    """Event files, one per start; readers drop what a resumed run does again."""
+    """Event files, one per start; readers discard steps that a resumed run repeats."""
 
     def __init__(self, folder: Path, config: Config, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -164,7 +166,7 @@ class TensorBoard:
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value; what is no number, bool or string becomes a string."""
+    """Yield (dotted key, value); a value that is not a number, bool or string becomes a string."""
     for key, value in tables.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -180,14 +182,14 @@ _INIT_WITHIN_S, FINISH_WITHIN_S = 30, 10
 class Wandb:
     """One W&B run for all starts of a run folder.
 
-    A W&B run cannot take rows back. `wandb/run.json` keeps its id and its last step, so that a
-    start resumed from an earlier checkpoint does not send steps again.
+    W&B does not allow a run to remove rows. `wandb/run.json` stores its id and its last step, so
+    that a start resumed from an earlier checkpoint does not send steps again.
     """
 
     def __init__(self, run: Path, config: Config, resumed_step: int) -> None:
         """
         Raises:
-            ValueError: no key is known, and the mode is online; W&B would ask on the terminal.
+            ValueError: no key is known in online mode; W&B would ask for it on the terminal.
         """
         import wandb
 
@@ -234,25 +236,25 @@ Report = Callable[[str], None]
 
 
 class Loggers:
-    """Gives events to the loggers of a job.
+    """Passes events to the loggers of a job.
 
-    [Note: A logger that fails] Training does not depend on a logger: network, disk or package of
-    one may fail at any time. The failure is reported once, as a warning in the event log and on
-    the console, and that logger gets no more rows in this start; the run and the other loggers go
-    on. The event log has every row.
+    [Note: A logger that fails] Training does not depend on a logger: its network, disk or package
+    may fail at any time. The failure is reported once, as a warning in the event log and on
+    the console, and that logger gets no more rows in this start; the run and the other loggers
+    continue. The event log has every row.
     """
 
     def __init__(self, report: Report) -> None:
-        """`report` gets a sentence per failed logger, on that logger's thread."""
+        """`report` is called once per failed logger with a sentence, on that logger's thread."""
         self._report = report
         self._feeds: list[_Feed] = []
         self._resumed_step = -1
 
     def open(self, run: Path, config: Config, start_step: int) -> None:
-        """Start the threads; files are made with the first row.
+        """Start the threads; files are created with the first row.
 
         Args:
-            run: the run folder; what its loggers wrote after `start_step` is dropped.
+            run: the run folder; rows that its loggers wrote after `start_step` are dropped.
         """
         self._resumed_step = resumed_step = start_step or -1  # step 0 is evaluated again
         makers: dict[str, Callable[[], Logger]] = {
@@ -264,15 +266,15 @@ class Loggers:
         self._feeds = [_Feed(to, makers[to], self._report) for to in dict.fromkeys(config.log.to)]
 
     def emit(self, event: Source) -> None:
-        """Queue the event for every logger; never blocks. An evaluation of the step that a run
-        resumes after is already there."""
+        """Queue the event for every logger; never blocks. Events up to the resumed step are
+        dropped: they were written before."""
         if event.step > self._resumed_step:
             now_s = time.time()
             for feed in self._feeds:
                 feed.put(event, now_s)
 
     def close(self, *, failed: bool) -> None:
-        """Wait until all rows are written, but not for ever; a second call does nothing."""
+        """Wait until all rows are written, up to a time limit; a second call does nothing."""
         feeds, self._feeds = self._feeds, []
         for feed in feeds:
             feed.end(failed=failed)
@@ -282,8 +284,8 @@ class Loggers:
 
 
 class _Feed:
-    """The queue and the thread of one logger. They are two lanes: the training thread pays for a
-    queue put, and a logger that waits for its network delays no other one."""
+    """Queue and thread of one logger. The training thread pays only for a queue put, and a logger
+    that waits for its network delays no other logger."""
 
     def __init__(self, name: str, make: Callable[[], Logger], report: Report) -> None:
         self._name, self._make, self._report = name, make, report
@@ -327,5 +329,5 @@ class _Feed:
                 f"continues: {type(error).__name__}: {error}"
             )
             if logger is not None:
-                with suppress(Exception):  # frees what it holds; its failure was reported
+                with suppress(Exception):  # frees its resources; the failure was reported above
                     logger.close(failed=True)

@@ -1,7 +1,7 @@
 """The log of a run: one record per event, and console lines.
 
-`RunLog` is what the trainer calls. `Pace` estimates the time left, and `Hindsight` compares the
-plan with what was measured. The first record of a start says what runs where.
+`RunLog` is the interface for the trainer. `Pace` estimates the time left, and `Hindsight` compares
+the plan with measurements. The first record of a start describes the job, the device and the plan.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _RECENT_STEPS = 50
 
 
 class _RunStart:
-    """A run that begins or goes on.
+    """The start of a run, new or resumed.
 
     Attributes:
-        hindsight: compares its plan with its steps.
+        hindsight: compares the plan with the measured steps.
         calibrated_gbps: measured bandwidth of the bus by direction; empty on the CPU.
-        peak_flops: of the devices of all ranks, per second, if known.
+        peak_flops: peak FLOP/s of the devices of all ranks; None if unknown.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class _RunStart:
         step: int,
         waiting: str,
     ) -> None:
-        """Look at the device, and measure its bus.
+        """Read the device's properties and measure its bus.
 
         Args:
             config: the job of all ranks.
-            step: optimizer steps done before.
-            waiting: the wait policy of torch's threads, if not OpenMP's default.
+            step: completed optimizer steps.
+            waiting: wait policy of torch's threads; "" for OpenMP's default.
         """
         self._run, self._config, self.context, self._machine = run, config, context, machine
         self._step, self._waiting = step, waiting
@@ -138,7 +138,7 @@ class _RunStart:
         )
 
     def introduction(self) -> str:
-        """Return the lines that a run begins with."""
+        """Return the lines printed at the start of a run."""
         config, context, backend = self._config, self.context, kernels.backend()
         threads = f"{torch.get_num_threads()} threads {self._waiting}".rstrip()
         why = f" ({context.why})" if context.why else ""
@@ -156,7 +156,7 @@ class _RunStart:
         )
 
     def warnings(self) -> Iterator[tuple[str, str]]:
-        """Yield (code, message) for what is known before the first step."""
+        """Yield (code, message) of problems that are known before the first step."""
         documents, tokens = self.context.batches.cut_documents()
         if documents:
             yield (
@@ -171,7 +171,7 @@ class _RunStart:
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """Return what `RunStarted.plan` holds of a plan: bytes by tier and owner, and times."""
+    """Return the plan's part of `RunStarted.plan`: bytes by tier and owner, and times."""
     host = {owner: size for owner, size in plan.host.items() if owner != PROCESS}
     return {
         "machine": plan.name,
@@ -184,7 +184,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _update_bytes(spec: StepSpec) -> int:
-    """Count the bytes that updates move through one rank's host memory in a step."""
+    """Return the bytes that updates read and write in one rank's host memory in a step."""
 
     def of_one(bucket: BucketSpec) -> float:
         gradient = 4 if spec.holds_sum(bucket) else bucket.weight_bytes
@@ -195,7 +195,7 @@ def _update_bytes(spec: StepSpec) -> int:
 
 
 class Pace:
-    """Steps, evaluations and pauses for checkpoints, as they were last."""
+    """Recent durations of steps, evaluations and checkpoint pauses; estimates the time left."""
 
     def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._train, self._clock = train, clock
@@ -208,7 +208,7 @@ class Pace:
         return not self._step_s
 
     def begin_step(self, done: int) -> None:
-        """Note what a checkpoint after step `done` has held the run up since then."""
+        """Measure how long a checkpoint after step `done` has delayed the run since then."""
         since_s, self._since_s = self._since_s, None
         if since_s is not None and self._is_due(self._train.checkpoint_every, done):
             evaluated = self._is_due(self._train.eval_every, done)
@@ -224,7 +224,7 @@ class Pace:
         self._evaluation_s = seconds
 
     def seconds_left(self, step: int) -> float:
-        """Return the time from the end of `step` to the end of the run; NaN before a step."""
+        """Return the seconds from the end of `step` to the end of the run; NaN before the first."""
         if self.is_first_step:
             return math.nan
         evaluations = Pause(self._train.eval_every, self._evaluation_s)
@@ -244,14 +244,14 @@ APART = 0.10
 
 _WARM_STEPS, _STEPS = 3, 200
 _LEAST_S = 1e-3
-"""Least time of a compared lane; less is its launches, which a plan does not count."""
+"""Shortest time of a compared lane; a shorter one is launch overhead, which a plan ignores."""
 
 
 class Hindsight:
     """Records a run's steps and compares them with its plan."""
 
     def __init__(self, plan: Plan, *, measured_rates: bool) -> None:
-        """`measured_rates`: the plan's machine was measured, so times are compared too."""
+        """`measured_rates`: the plan uses measured rates, so times are compared too."""
         self._plan = plan
         self._measured_rates = measured_rates
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -267,7 +267,7 @@ class Hindsight:
         self._busy.append(report.busy_ms)
 
     def rows(self, owners: Sequence[MemoryRow]) -> tuple[PlanRow, ...]:
-        """Return rows of bytes by tier and, if there were steps, of times."""
+        """Return one row per tier with bytes and, after the first steps, rows with times."""
         plan, rows = self._plan, []
         host = {owner: size for owner, size in plan.host.items() if owner != PROCESS}
         device = plan.engine_device if plan.machine.on_cpu else plan.device
@@ -285,7 +285,7 @@ class Hindsight:
         return tuple(rows)
 
     def compare(self, rows: Sequence[PlanRow]) -> tuple[str, list[str]]:
-        """Return a line for all rows, and the rows to warn of."""
+        """Return a line with all rows, and descriptions of the rows that differ too much."""
         shown, apart = [], []
         for row in rows:
             ratio = row.measured / row.planned if row.planned else 1.0
@@ -314,9 +314,9 @@ def step_record(
     """Return the record of a step.
 
     Args:
-        batch_tokens: of all ranks.
-        scaling: the loss is scaled.
-        peaks: most bytes on the device and on the host within the step.
+        batch_tokens: tokens of all ranks in a step.
+        scaling: True if the loss is scaled.
+        peaks: peak bytes on (device, host) within the step.
     """
     many = len(stats.own_ms) > 1
     return schema.Step(
@@ -353,7 +353,7 @@ _TIMELINE_EVERY_STEPS = 20  # a sampled step times every operation: at most 1 st
 
 
 class _StartClock:
-    """The time since a start began, and what its set-up was spent on."""
+    """Time since a start began, and its durations by activity."""
 
     def __init__(self) -> None:
         self._began_s, self._spent_before_s = time.monotonic(), dict(HEARTBEAT.spent_s)
@@ -371,7 +371,8 @@ class _StartClock:
 
 
 class _Timelines:
-    """Which steps have a timeline of their lanes in the log, and the one that is not logged yet."""
+    """Decides which steps get a timeline in the log; `unlogged` is a step's timeline to be
+    logged."""
 
     def __init__(self) -> None:
         self._not_before_s, self._not_before_step = 0.0, 2
@@ -379,8 +380,8 @@ class _Timelines:
         self.unlogged: tuple[int, Timeline] | None = None
 
     def before_step(self, done: int, optimizer: AnyOptimizer) -> bool:
-        """Request the timeline of the next step, now and then; return whether the step whose
-        timeline is taken begins now, which is one later where steps overlap."""
+        """Request the timeline of the next step every few steps. Return True if the step that the
+        timeline covers begins now: with overlapping steps it is one step later."""
         sampled = time.monotonic() >= self._not_before_s and done >= self._not_before_step
         if sampled:
             self._not_before_s = time.monotonic() + _TIMELINE_EVERY_S
@@ -395,7 +396,7 @@ class RunLog:
     """Turns a run's progress into events and console lines. Leaving the context closes it.
 
     Attributes:
-        memory: the owners' bytes, once it trains.
+        memory: bytes by owner; valid once training has started.
     """
 
     def __init__(
@@ -407,8 +408,9 @@ class RunLog:
         *,
         run_commands: bool = False,
     ) -> None:
-        """`rank`: owner of the log. Rank 0 evaluates alerts on steps, each rank those on its
-        machine. `run_commands`: rank 0 runs those that the job names for alerts and the end."""
+        """`rank`: the rank that this log belongs to. Rank 0 evaluates alerts on steps, and every
+        rank those on its machine. `run_commands`: on rank 0, run the job's commands for alerts and
+        the end."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
         self._start_clock = _StartClock()
@@ -426,7 +428,7 @@ class RunLog:
         self._pace = Pace(config.train)
         self._timelines = _Timelines()
         self._start: _RunStart | None = None
-        """None until it trains."""
+        """None until training has started."""
 
     def __enter__(self) -> RunLog:
         return self
@@ -453,10 +455,10 @@ class RunLog:
     # ---- start and end
 
     def started(self, context: TrainingContext, progress: Progress, waiting: str = "") -> None:
-        """Log the start of training from `progress.step` on.
+        """Log that training starts from `progress.step`.
 
         Args:
-            waiting: the wait policy of torch's threads, if not OpenMP's default.
+            waiting: wait policy of torch's threads; "" for OpenMP's default.
         """
         self._progress, optimizer = progress, context.optimizer
         config, machine = self._config, probe(self._sampler.nvml)
@@ -485,7 +487,7 @@ class RunLog:
 
     def ended(self, status: str, message: str = "") -> None:
         """Log the last record of this start."""
-        if status != "failed":  # the lanes of a failed run may never end
+        if status != "failed":  # after a failure the lanes may never finish
             self._log_timeline()
         if self._start is not None:
             rows = self._start.hindsight.rows(self.memory.rows())
@@ -494,10 +496,10 @@ class RunLog:
             self._console.say(compared)
             if apart:
                 self.warn("plan-differs", f"not as planned: {'; '.join(apart)}")
-        self._close_samplers()  # before a wait that is no stalled step
+        self._close_samplers()  # before a wait that must not count as a stalled step
         if self._config.log.to:
             self.doing("ending the loggers")
-        with HEARTBEAT.outside():  # a service takes as long as it takes
+        with HEARTBEAT.outside():  # a service may take long
             self._loggers.close(failed=status == "failed")
         self._writer.emit(self._sampler.sample())
         self._emit_end(status, message)
@@ -515,10 +517,10 @@ class RunLog:
             duration_s=self._start_clock.seconds,
         )
         self._writer.emit(end)
-        self._writer.flush()  # first, so that a command finds the end in the log
+        self._writer.flush()  # before the command, so that it sees the end in the log
         if self._hooks is not None:
             self._hooks.end(end)
-            with HEARTBEAT.outside():  # the job's commands take their time, within their limit
+            with HEARTBEAT.outside():  # commands may run until their time limit
                 self._hooks.close()
 
     # ---- steps
@@ -528,7 +530,7 @@ class RunLog:
         self._console.doing(what)
 
     def before_step(self, optimizer: AnyOptimizer) -> None:
-        """Request the lanes' timeline of this step, now and then."""
+        """Request the lanes' timeline of this step every few steps."""
         self._pace.begin_step(self._progress.step)
         compiles = self._pace.is_first_step and kernels.backend().name == "numba"
         why = " (Numba compiles the CPU kernels)" if compiles else ""
@@ -588,8 +590,8 @@ class RunLog:
         self._console.step(line, force=number in (1, config.train.steps))
 
     def _log_timeline(self) -> None:
-        """Log the timeline of a sampled step: after the step that follows it, when reading it waits
-        for nothing."""
+        """Log the timeline of a sampled step. Called one step later, when reading it does not
+        wait."""
         if self._timelines.unlogged is None:
             return
         (number, timeline), self._timelines.unlogged = self._timelines.unlogged, None
@@ -597,14 +599,14 @@ class RunLog:
             self._writer.emit(schema.LaneSpan(step=number, **asdict(interval)))
 
     def _keep_run(self) -> None:
-        """Keep the run folder; a missing or foreign link does not end the run."""
+        """Make the run folder permanent; if the link `latest` cannot be set, the run continues."""
         try:
             self._run.keep()
         except OSError as error:
             self.warn("latest-failed", f"runs_dir/latest does not point to this run: {error}")
 
     def _tell(self, event: Source) -> None:
-        """Log an event whose scalars other tools get too."""
+        """Log an event, and pass its scalars to the loggers."""
         self._writer.emit(event)
         self._loggers.emit(event)
 
@@ -648,7 +650,7 @@ class RunLog:
         self.warn("checkpoint-failed", f"training continues without a checkpoint: {error}", step)
 
     def control(self, request: Request, state: str, step: int) -> None:
-        """Log the state of a request; `state` as in `schema.Control`."""
+        """Log the state of a request; `state` is that of `schema.Control`."""
         text = request.refused or request.message
         self._writer.emit(
             schema.Control(
@@ -658,7 +660,7 @@ class RunLog:
         self._console.say(f"request: {request.action} {state}{f': {text}' if text else ''}")
 
     def decided(self, sentence: str, step: int) -> None:
-        """Log and print what the run has decided by its steps, unless ""."""
+        """Log and print a decision that the run made from its measured steps, unless ""."""
         if sentence:
             self._writer.emit(schema.Decided(step=step, message=sentence))
             self._console.say(f"step {step}: {sentence}")
@@ -667,7 +669,7 @@ class RunLog:
         self._writer.emit(schema.Sample(step=step, prompt=prompt, text=text))
 
     def hung(self, report: str) -> None:
-        """Log the report of a hang, and the end. Called from another thread."""
+        """Log the report of a hang and the end of the run. Called from another thread."""
         step = self._progress.step
         self._writer.emit(schema.Warning_(code="hung", message=report, step=step))
         self._emit_end("failed", report.partition("\n")[0])

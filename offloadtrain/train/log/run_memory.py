@@ -1,4 +1,4 @@
-"""Memory of a rank for its log: owners, live samples, peaks of each step, and what no owner has."""
+"""Memory of a rank for its log: owners, live samples, peaks of each step, unaccounted memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offloadtrain.runtime.device_memory import AllocatorCounters
 from offloadtrain.step.layout.tiers import Tier
 
 ALLOWED_BYTES = 4 << 30
-"""Growth since training began: libraries that are loaded late, compiled code, batches."""
+"""Allowed growth since training began: libraries loaded late, compiled code, batches."""
 _NEAR = 0.2
 """Relative difference in size below which an owner is named as a likely cause."""
 
@@ -32,20 +32,20 @@ _NEAR = 0.2
 class UnaccountedMemory:
     """Compares the anonymous memory of this process with the Ledger's host memory.
 
-    The Ledger has every byte that the engine maps. Whatever else grows is not planned, and the
-    kernel may kill a run for it.
+    The Ledger counts every byte that the engine maps. Any other growth is unplanned, and may make
+    the kernel kill the run.
     """
 
     def __init__(self, ledger: Ledger, read: Callable[[], int | None] | None = None) -> None:
-        """`read` returns the anonymous bytes of the process; None: not known."""
+        """`read` returns the anonymous bytes of the process, or None if unknown."""
         self._ledger = ledger
         self._read = read or anonymous_bytes
         self._before = self._beyond()
         self._has_warned = self._was_beyond = False
 
     def look(self) -> str | None:
-        """Return the sentence to warn with, once: memory has grown past the Ledger by more than
-        ALLOWED_BYTES in two looks in a row. Memory that is being mapped is in no Ledger yet."""
+        """Return a warning once: memory beyond the Ledger has grown by more than ALLOWED_BYTES in
+        two looks in a row. (Memory that is being mapped is not in the Ledger yet.)"""
         beyond = self._beyond()
         if self._has_warned or beyond is None or self._before is None:
             return None
@@ -69,7 +69,7 @@ class UnaccountedMemory:
         return None if anonymous is None else anonymous - self._ledger.total(Tier.HOST)
 
     def _near(self, growth: int) -> str:
-        """Name the owner of about the same size, of which a copy may exist."""
+        """Name the owner of about this size, which may have been copied."""
         rows = [row for row in self._ledger.rows() if row.tier == Tier.HOST.value and row.bytes]
         near = min(rows, key=lambda row: abs(row.bytes - growth), default=None)
         if near is None or abs(near.bytes - growth) > _NEAR * growth:
@@ -78,7 +78,7 @@ class UnaccountedMemory:
 
 
 def anonymous_bytes() -> int | None:
-    """Return the anonymous resident memory of this process; None: not known. It takes microseconds,
+    """Return the anonymous resident memory of this process; None if unknown. It takes microseconds,
     unlike /proc/self/smaps_rollup, which walks all pages."""
     with suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
@@ -97,13 +97,13 @@ class RunMemory:
     """Reads the engine's Ledger and torch's allocator, and runs the memory sampler.
 
     Attributes:
-        sampler: samples from `begin` to its `close`.
+        sampler: takes samples from `begin` until it is closed.
     """
 
     _optimizer: AnyOptimizer
 
     def __init__(self, emit: Callable[[schema.Event], None]) -> None:
-        """`emit`: gets records, also on the sampler's thread."""
+        """`emit` receives records, also on the sampler's thread."""
         self._emit, self.sampler = emit, MemorySampler(emit)
         self._read: Rows = ()
         self._logged: dict[tuple[str, str, str], int] = {}
@@ -113,12 +113,12 @@ class RunMemory:
     def begin(
         self, optimizer: AnyOptimizer, *, nvml: Nvml, warn: Callable[[str, str], None]
     ) -> None:
-        """Begin to sample."""
+        """Start the sampler."""
         self._optimizer = optimizer
         if optimizer.device.type == "cuda":
             free = partial(nvml.memory_free, gpu_uuid(optimizer.device))
             self._allocator = AllocatorCounters(optimizer.device, free)
-        # On the CPU activations are in the same memory, and in no Ledger.
+        # On the CPU activations are host memory too, but no Ledger has them.
         unaccounted = UnaccountedMemory(optimizer.ledger) if self._allocator else None
 
         def compare() -> None:
@@ -132,14 +132,14 @@ class RunMemory:
         )
 
     def end_step(self, report: StepReport) -> tuple[int, int]:
-        """Return the step's peaks on device and host in bytes; log its curve if it was sampled."""
+        """Return the step's peak bytes on (device, host); log its memory curve if sampled."""
         on_host, curve = self.sampler.end_step()
         if curve is not None and report.sampled:
             self._emit(curve)
         return (self._allocator.end_step() if self._allocator else 0), on_host
 
     def rows(self) -> Rows:
-        """Read the engine's Ledger and, on a GPU, torch's other memory."""
+        """Return the engine's Ledger and, on a GPU, torch's other memory."""
         rows = [
             schema.MemoryRow(
                 owner=row.owner, tier=row.tier, num_bytes=row.bytes, peak_bytes=row.peak_bytes
@@ -159,7 +159,7 @@ class RunMemory:
         return tuple(rows)
 
     def news(self) -> Rows:
-        """Read the rows once a second; empty unless one has changed by half a percent."""
+        """Return the rows at most once a second; () unless a row changed by half a percent."""
         if time.monotonic() - self._read_s <= _EVERY_S:
             return ()
         self._read, self._read_s = self.rows(), time.monotonic()
@@ -177,13 +177,12 @@ class RunMemory:
         return self._read
 
     def engine_bytes(self) -> tuple[int, int]:
-        """Return the bytes on the device and on the host, as read last; on the CPU all are the
-        host's."""
+        """Return the last read bytes on (device, host); on the CPU all are host bytes."""
         device = sum(row.num_bytes for row in self._read if row.tier == Tier.DEVICE)
         host = sum(row.num_bytes for row in self._read if row.tier == Tier.HOST)
         return (device, host) if self._optimizer.device.type != "cpu" else (0, device + host)
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the GPU's name in NVML."""
+    """Return the GPU's UUID in NVML's form."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

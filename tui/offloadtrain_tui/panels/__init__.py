@@ -1,5 +1,5 @@
-"""The screens, one file each.
+"""The screens, one per file.
 
-Each displays a `ViewState` and knows nothing of files or time. Start at `base.py`, then
+Each displays a `ViewState`, and uses no files and no clock. Start at `base.py`, then
 `overview.py`.
 """

@@ -1,4 +1,4 @@
-"""The base of all screens."""
+"""Base classes of all screens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Panel(Container):
     DEFAULT_CSS = "Panel { height: 1fr; }"
 
     shown: ViewState | None = None
-    """What was displayed last."""
+    """The last displayed state."""
 
     def show(self, shown: ViewState) -> None:
-        """Display the state; called only while the panel is visible."""
+        """Display a state; called only while the panel is visible."""
         self.shown = shown
         self.display_state(shown)
 
     def show_again(self) -> None:
-        """Display the last state once more, after a setting of the panel has changed."""
+        """Display the last state again, after a setting of the panel has changed."""
         if self.shown is not None:
             self.show(self.shown)
 
@@ -34,12 +34,12 @@ class Panel(Container):
         raise NotImplementedError
 
     def ink(self, color: str) -> str:
-        """Return Rich's name of a theme's color, for text in a table."""
+        """Return Rich's name of a theme color, for text in a table."""
         return rich_color(shade(self.app.theme_variables, color))
 
 
 class RankPanel(Panel):
-    """A screen of one rank at a time; `v` shows the next."""
+    """A screen that shows one rank at a time; `v` selects the next rank."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("v", "next_rank", "next rank", show=False)]
 

@@ -1,4 +1,4 @@
-"""7: events: a list with a filter, newest first, with the raw record of each."""
+"""7: the list of events with a filter, newest first, and the raw record of each event."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _COLORS = {"good": "success", "warning": "warning", "error": "error", "info": ""
 
 
 class EventsPanel(Panel):
-    """The moments of all ranks; Enter shows the record, `j` jumps to its step."""
+    """The events of all ranks; Enter shows the record, `j` jumps to its step."""
 
     @dataclass
     class Chosen(Message):
-        """A selected moment; `jump`: move the whole screen there."""
+        """An event was selected; `jump`: move the cursor of all screens to it."""
 
         moment: Moment
         jump: bool
@@ -76,7 +76,7 @@ class EventsPanel(Panel):
 
 
 def matches(moment: Moment, words: list[str]) -> bool:
-    """Return whether every word occurs."""
+    """Return True if every word occurs in the event."""
     text = f"{moment.kind} {moment.level} {moment.text} {moment.step} rank{moment.rank}".lower()
     return all(word in text for word in words)
 

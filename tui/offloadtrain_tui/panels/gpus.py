@@ -1,4 +1,5 @@
-"""0: each GPU now, and one of them over time: load, power, temperature, clock, PCIe, NVLink."""
+"""0: current state of each GPU, and one GPU's load, power, temperature, clock and links over
+time."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ _ALWAYS = ("busy", "power", "heat", "pcie")
 
 
 class Gpus(RankPanel):
-    """A row per GPU, and charts of one; `v` shows the next."""
+    """A row per GPU, and charts for one GPU; `v` selects the next."""
 
     can_focus = True
 

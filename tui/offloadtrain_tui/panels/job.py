@@ -18,13 +18,13 @@ from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import tell
 
 _SIZES = ("memory.", "activations.")
-"""Tables of the plan, in bytes."""
+"""Prefixes of the plan's keys with values in bytes."""
 _TIMES = ("step.seconds", "step.busy_s.", "step.exposed_s.", "step.sent.")
-"""Of the plan, in seconds."""
+"""Prefixes of the plan's keys with values in seconds."""
 
 
 class JobPanel(Panel):
-    """The facts of the run's start."""
+    """The configuration and facts logged at the run's start."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="job-scroll"):
@@ -46,7 +46,7 @@ class JobPanel(Panel):
 def differences(
     config: Mapping[str, Any], other_config: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, value, other value) for each difference of two jobs; "-": no value."""
+    """Yield (dotted key, value, other value) for each difference of two jobs; "-" if not set."""
     settings, other_settings = dict(flat(config)), dict(flat(other_config))
     for key in [*settings, *(key for key in other_settings if key not in settings)]:
         if (values := (settings.get(key, "-"), other_settings.get(key, "-")))[0] != values[1]:
@@ -54,7 +54,7 @@ def differences(
 
 
 def _apart(start: schema.RunStarted, name: str, other: schema.RunStarted | None) -> Text:
-    """Return the difference of two jobs."""
+    """Return the differences between two jobs as text."""
     text = Text()
     text.append(f" differences to {clean(name)}\n", "bold")
     changes = list(differences(start.config, other.config)) if other is not None else None
@@ -68,7 +68,7 @@ def _apart(start: schema.RunStarted, name: str, other: schema.RunStarted | None)
 
 
 def _about(start: schema.RunStarted | None) -> tuple[Text, Text, Text]:
-    """Return a title, the job, and all else that is known at the start."""
+    """Return a title, the job, and everything else that is logged at the start."""
     if start is None:
         return Text(" the log has no job yet", "dim"), Text(), Text()
     ranks = f"{start.world_size} rank{'s' if start.world_size != 1 else ''}"
@@ -82,13 +82,13 @@ def _about(start: schema.RunStarted | None) -> tuple[Text, Text, Text]:
 def _table(title: str, values: Mapping[str, Any]) -> Text:
     text = Text.assemble((f"\n {title}\n", "bold"))
     for key, value in flat(values):
-        if value not in ("", "None"):  # not set, or not known
+        if value not in ("", "None"):  # not set, or unknown
             text.append(f"   {clean(key, 60):<30} {value}\n")
     return text
 
 
 def flat(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Nested data as dotted keys and short values."""
+    """Yield nested data as (dotted key, short value)."""
     if isinstance(values, dict) and depth < 6:
         for key, value in values.items():
             yield from flat(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)

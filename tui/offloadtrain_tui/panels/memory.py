@@ -1,4 +1,4 @@
-"""2: memory by owner and tier, planned and actual, over time, and whose it is on each GPU."""
+"""2: memory by owner and tier, planned and actual, over time, and the processes on each GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MemoryPanel(RankPanel):
 
 
 def _about_processes(shown: ViewState, local_system: schema.System | None) -> str:
-    """Return a title of the list of processes, or the reason why it is empty."""
+    """Return the title of the list of processes, or the reason why it is empty."""
     if shown.view.on_cpu:
         return ""
     if local_system is None:

@@ -1,5 +1,5 @@
-"""1: everything at a glance. Half of the charts are of what changes: memory over time while waits
-and gradient norm are calm."""
+"""1: overview. While waits and gradient norm hardly change, memory over time replaces their
+charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offloadtrain_tui.widgets.lanes import Lanes, Timeline
 
 CHARTS = ("loss", "tokens_per_s", "exposed", "grad_norm")
 AREAS = ("exposed", "grad_norm")
-"""Charts in whose place memory is drawn: of a GPU, and of the host."""
+"""Charts that may be replaced by memory of the GPU and of the host, in this order."""
 
 
 class Overview(Panel):

@@ -1,4 +1,4 @@
-"""3: bytes, rates and charts of the bus and the host. 5: all charts, with one cursor."""
+"""3: bytes, rates and charts of bus and host. 5: all charts, with a common cursor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show_charts(panel: Panel, names: Sequence[str], shown: ViewState) -> None:
 
 
 class PlotsPanel(Panel):
-    """A grid of charts; empty ones are hidden. On a low terminal it scrolls."""
+    """A grid of charts without empty ones; scrolls on a low terminal."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="plots-charts"):
@@ -53,7 +53,7 @@ class PlotsPanel(Panel):
 
 
 class Transfers(Panel):
-    """Charts of the bus, and a text table of lanes."""
+    """Charts of the bus, and a table of lanes as text."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="transfers-text")
@@ -89,7 +89,7 @@ _FIELDS = {
 
 
 _COUNTED_WITH = {"h2d": "load", "disk_read": "disk_load"}
-"""Lane → another one whose bytes are in its field."""
+"""Lane → lane whose bytes are included in its field."""
 
 
 def _moved(lane: str, view: View) -> str:
@@ -107,7 +107,7 @@ def _moved(lane: str, view: View) -> str:
 
 
 def calibrated(view: View) -> dict[str, float]:
-    """Return lane → GB/s of a copy alone on the bus, measured at the run's start."""
+    """Return lane → GB/s of a single copy on an idle bus, measured at the run's start."""
     rates = view.plan.get("calibrated_gbps")
     if not isinstance(rates, dict):
         return {}
@@ -115,7 +115,7 @@ def calibrated(view: View) -> dict[str, float]:
 
 
 def _adam(view: View) -> str:
-    """Describe the updates' memory traffic over the busy time of the host lane."""
+    """Return the memory traffic of updates, and its rate over the busy time of the host lane."""
     moved, rule = view.plan.get("adam_bytes_per_step"), view.plan.get("update_rule", "Adam")
     busy_ms = view.busy_ms("host")
     if not isinstance(moved, int) or not busy_ms:

@@ -1,5 +1,5 @@
-"""6: ranks: lag and slowness, the stages of a pipeline, groups that share a copy of the
-state, and the parts of matrices."""
+"""6: the ranks: lag, relative speed, pipeline stages, groups that share a copy of the state, and
+parts of matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import fill, tell
 
 _UNEVEN = 0.01
-"""Of its own time, from which the slowest rank is named."""
+"""Excess over the median step time from which the slowest rank is named, as a fraction."""
 RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits")
 
 
@@ -40,9 +40,9 @@ class Ranks(Panel):
 
 
 def rank_table(views: Sequence[View]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return columns, and a row per rank. Divisions of the ranks add columns: with a pipeline stage
-    and bubble, with hybrid sharding the group that shares the state, with tensor parallelism the
-    part of every matrix, with expert parallelism the experts."""
+    """Return columns, and a row per rank. Divisions of the model add columns: stage and bubble for
+    a pipeline, the group that shares the state for hybrid sharding, the part of every matrix for
+    tensor parallelism, and the experts for expert parallelism."""
     heads: tuple[str, ...] = (*RANKS, lane_word("host", views[0].start), "memory", "loss")
     newest = max((view.step for view in views), default=0)
     middle = _middle(views)
@@ -76,12 +76,12 @@ def rank_table(views: Sequence[View]) -> tuple[tuple[str, ...], list[tuple[str, 
 
 
 def of_plan(view: View, key: str, most: int) -> str:
-    """Return what the plan of a rank calls its share of a divided model; "" if it has all.
+    """Return the plan's description of a rank's share of the model; "" if it holds everything.
 
     Args:
-        key: "stage": for example, "stage 1 of 2 (embedding, layers 0 to 1)"; "part": "part 1 of 2"
-            of every matrix, or "experts 0 to 3", or both; "group": "group 1 of 2", the ranks that
-            share a copy of the state.
+        key: "stage", such as "stage 1 of 2 (embedding, layers 0 to 1)"; "part", such as "part 1 of
+            2" of every matrix, or "experts 0 to 3", or both; "group", such as "group 1 of 2", the
+            ranks that share a copy of the state.
     """
     share = view.plan.get(key)
     return clean(share, most) if isinstance(share, str) else ""
@@ -92,8 +92,8 @@ def stage_of(view: View) -> str:
 
 
 def bubble(view: View) -> float | None:
-    """Return the share of the recent steps in which the rank waited for other stages: it neither
-    computed, nor waited for its own lanes or data."""
+    """Return the fraction of recent steps in which the rank waited for other stages: it neither
+    computed nor waited for its own lanes or data."""
     series, length = view.history.series, view.length
     recent = slice(max(length - RECENT_STEPS, 0), length)
     step_ms = math.fsum(series["step_ms"].values[recent])
@@ -104,7 +104,7 @@ def bubble(view: View) -> float | None:
 
 
 def slow_stage(views: Sequence[View]) -> str:
-    """Name the stage that the others of a pipeline wait for: the one with the least bubble."""
+    """Return text about the stage that other stages wait for, which has the smallest bubble."""
     known = [
         (share, view) for view in views if stage_of(view) and (share := bubble(view)) is not None
     ]
@@ -124,12 +124,12 @@ _COLUMNS: tuple[tuple[tuple[str, ...], Callable[[View], tuple[str, ...]]], ...] 
     (("group",), lambda view: (of_plan(view, "group", 30),)),
     (("holds",), lambda view: (of_plan(view, "part", 40),)),
 )
-"""Columns that a division of the ranks adds: their heads, and the cells of a rank. The last cell of
-every rank is "" without that division."""
+"""Columns for divisions of the model: names, and a function that returns a rank's cells. The last
+cell of every rank is "" without that division."""
 
 
 def skew(views: Sequence[View]) -> str:
-    """The slowest rank against the median, in a line."""
+    """Return a line that compares the slowest rank with the median."""
     middle = _middle(views)
     if len(views) < 2 or not middle:
         return " one rank"

@@ -1,4 +1,4 @@
-"""9: the runs of a folder: open one, or overlay its curves."""
+"""9: the runs in a folder; a run can be opened, or its curves overlaid."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from offloadtrain_tui.widgets.table import Cell, fill, tell
 
 
 class RunsPanel(Panel):
-    """The list of runs; Enter opens one, `o` overlays it."""
+    """The list of runs; Enter opens a run, `o` overlays it."""
 
     @dataclass
     class Chosen(Message):
-        """`overlay`: draw its curves over those of the open run; otherwise open it."""
+        """A run was selected; `overlay`: draw its curves over those of the open run; False: open
+        it."""
 
         folder: Path
         overlay: bool
@@ -40,7 +41,7 @@ class RunsPanel(Panel):
         yield DataTable(id="runs-rows", cursor_type="row", zebra_stripes=True)
 
     def list_runs(self, rows: list[RunRow], runs_dir: Path) -> None:
-        """Display the listed runs at once; `runs_dir`: where they were searched."""
+        """Display the listed runs at once; `runs_dir`: the folder that was listed."""
         self._rows, self._runs_dir = rows, runs_dir
         self.show_again()
 
@@ -57,7 +58,7 @@ class RunsPanel(Panel):
         self._describe()
 
     def _describe(self) -> None:
-        """Say where the runs are, and how the one at the cursor goes on."""
+        """Show the folder of the runs, and how to continue the run at the cursor."""
         row = self.query_one(DataTable).cursor_row
         ending = self._rows[row].ending if 0 <= row < len(self._rows) else None
         where = f"runs in {self._runs_dir}" if self._rows else nothing_in(self._runs_dir)
@@ -74,7 +75,7 @@ class RunsPanel(Panel):
 
 
 def nothing_in(runs_dir: Path) -> str:
-    """Say that a folder has no runs, and how to start the first."""
+    """Return a message that a folder has no runs, and how to start one."""
     return f"no runs in {runs_dir.absolute()}: offloadtrain train demo starts one"
 
 

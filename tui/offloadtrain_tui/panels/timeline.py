@@ -1,4 +1,4 @@
-"""4: the lanes of the newest sampled step, with zoom."""
+"""4: the lanes of the newest sampled step, which can be zoomed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TimelinePanel(Panel):
         self._draw(replace(lanes, step=step, spans=spans, start=shown.view.start))
 
     def _draw(self, lanes: Lanes) -> None:
-        """Draw the lanes, and the memory of the same interval below them."""
+        """Draw the lanes, and below them the memory in the same interval."""
         self.query_one(Timeline).show(lanes)
         if self.shown is not None:
             self.query_one(AreaChart).show(memory.within_step(self.shown.view, *lanes.shown))

@@ -1,5 +1,5 @@
-"""Reading run folders: their search, their logs in columns, and a rank at one moment.
+"""Reads run folders: finds runs, reads logs into columns, and returns a rank's state at any time.
 
-A thread reads for all others; nothing here draws, and nothing writes. Start at `log_reader.py`,
-then `history.py`.
+One thread reads; nothing in this package draws or writes. Start at `log_reader.py`, then
+`history.py`.
 """

@@ -1,15 +1,15 @@
-"""Columns that only grow: numbers over steps with minimum and maximum of any range, and values that
-know from when each is valid.
+"""Columns that only grow: numbers by step, with minimum and maximum of any range, and values with
+the time from which each is valid.
 
 [Note: Stretches]
 A chart needs the minimum and the maximum of each of its pixel columns at any zoom. A column stores
-these for every 64 values, computed on first use, so that a chart of 100,000 steps reads some
-thousand numbers. Columns only grow: a length is an immutable view while a reader thread appends.
+these for every 64 values, computed on first use, so that a chart of 100,000 steps reads a few
+thousand numbers. Because columns only grow, a length is an immutable view while a thread appends.
 
 [Note: Thinning]
-A week has 300,000 samples of a rank's memory, one per 2 s. Beyond MOST rows every two neighbors
-become one (the least, the newest, the most), in a new list that replaces the old one: a reader of
-the old one is not disturbed.
+A week has 300,000 samples of a rank's memory, one per 2 s. If there are more than MOST rows, every
+two neighbors are merged (minimum, newest, maximum), in a new list that replaces the old one, so
+that a reader of the old list is not disturbed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STRETCH = 64
 _GRAINS = 32
 
 Extent = tuple[float, float]
-"""Return the least and the greatest finite value; (inf, -inf) if there is none."""
+"""(least, greatest) finite value; (inf, -inf) if there is none."""
 
 NOTHING: Extent = (math.inf, -math.inf)
 
@@ -57,18 +57,18 @@ class Series:
         self.values.extend(values)
 
     def last(self, length: int) -> float | None:
-        """Return the newest number of the first `length`; None if there is none."""
+        """Return the newest number in the 64 values before `length`; None if all are missing."""
         for index in range(length - 1, max(length - 64, 0) - 1, -1):
             if not math.isnan(self.values[index]):
                 return self.values[index]
         return None
 
     def shown(self, length: int) -> int:
-        """Return how many values there are once `length` steps have happened."""
+        """Return the number of values to draw after `length` steps."""
         return length
 
     def known(self, length: int) -> Iterable[tuple[int, float]]:
-        """Return (position, value) of the first `length` steps, without those that are missing."""
+        """Return (position, value) of the first `length` steps, without missing values."""
         return enumerate(self.values[:length])
 
     def extent(self, lo: int, hi: int) -> Extent:
@@ -88,14 +88,14 @@ class Series:
 
 
 def _least_greatest(values: Sequence[float]) -> Extent:
-    if not math.isfinite(sum(values)):  # one of them is not, or they are very large
+    if not math.isfinite(sum(values)):  # a value is not finite, or the sum overflows
         values = [value for value in values if math.isfinite(value)]
     return (min(values), max(values)) if values else NOTHING
 
 
 class Measured(Series):
-    """A column that was measured at some positions only: between two of them, `values` lie on the
-    line that joins them, and none lie after the last."""
+    """A column that is measured only at some positions. `values` between two measurements are
+    interpolated linearly; there are none after the last measurement."""
 
     __slots__ = ("_measured", "_positions")
 
@@ -105,7 +105,7 @@ class Measured(Series):
         self._measured = array("d")
 
     def measure(self, position: int, value: float) -> None:
-        """Add a value measured at a position, which must not be before the last one."""
+        """Add a value measured at a position, which must not be less than the last one."""
         begin = len(self.values)
         rise = (value - self.values[-1]) / (position - begin + 1) if position >= begin > 0 else 0.0
         self.values.extend(
@@ -115,7 +115,7 @@ class Measured(Series):
         if position >= begin:
             self.values.append(value)
         self._measured.append(value)
-        self._positions.append(position)  # last: another thread counts them
+        self._positions.append(position)  # last, because another thread counts positions
 
     def shown(self, length: int) -> int:
         count = bisect_left(self._positions, length)
@@ -133,20 +133,20 @@ class Measured(Series):
 class Smoothed(Series):
     """Exponential moving average of another series, extended on access.
 
-    Started without bias (as Adam's moments): the first value is the first average.
+    Without bias at the start, like Adam's moments: the first average is the first value.
     """
 
     __slots__ = ("_decay", "_mean", "_of", "_weight")
 
     def __init__(self, of: Series, span: float) -> None:
-        """`span`: steps after which a value has lost 63 % of its weight."""
+        """`span`: number of steps after which a value has lost 63 % of its weight."""
         super().__init__()
         self._of = of
         self._decay = math.exp(-1.0 / span)
         self._mean = self._weight = 0.0
 
     def catch_up(self, length: int) -> None:
-        """Extend to `length` values of the source."""
+        """Compute the averages of the first `length` values of the source."""
         for value in self._of.values[len(self.values) : length]:
             if math.isfinite(value):
                 self._mean = self._decay * self._mean + (1.0 - self._decay) * value
@@ -163,14 +163,14 @@ class Window:
 
     @property
     def size(self) -> int:
-        """The size with a margin, so that a chart that grows by one value only redraws its newest
-        columns."""
+        """Number of values, rounded up, so that a chart that grows by one value redraws only its
+        newest columns."""
         count = self.hi - self.lo
         grain = 1 << max((count // _GRAINS).bit_length() - 1, 0)
         return -(-count // grain) * grain
 
     def columns(self, count: int) -> list[tuple[int, int]]:
-        """Split the window into `count` ranges; they repeat values if it is shorter."""
+        """Split the window into `count` ranges, which repeat values if the window is shorter."""
         size = self.size
         if size <= 0:
             return []
@@ -179,8 +179,8 @@ class Window:
 
 
 class Outline:
-    """The extents of a series in the columns of a window, kept while the window stays: only columns
-    with new values are computed."""
+    """Cache of a series' extents in the columns of a window. While the window is unchanged, only
+    columns with new values are computed."""
 
     def __init__(self) -> None:
         self._of: tuple[object, ...] = ()
@@ -189,7 +189,7 @@ class Outline:
         self._length = 0
 
     def of(self, series: Series, length: int, window: Window, count: int) -> list[Extent]:
-        """Return the extents of the first `length` values in so many columns."""
+        """Return the extents of the first `length` values in `count` columns."""
         of = (series, window.lo, window.size, count)
         if of != self._of or length < self._length:
             self._of, self._extents, self._length = of, [], 0
@@ -206,32 +206,33 @@ class Outline:
 
 T = TypeVar("T")
 BLOCK = 256
-"""Lines of a block; JSON of one kind shrinks to a tenth or less."""
+"""Lines per block; JSON lines of one kind compress to a tenth or less."""
 
 
 class Times:
-    """The times from which the entries of a column are valid. One thread adds, another reads."""
+    """Times from which the entries of a column are valid. One thread appends, another reads."""
 
     def __init__(self) -> None:
         self.times: MutableSequence[float] = array("d")
 
     def stamp(self, time_s: float) -> None:
-        """Add the time of an entry, after the entry: another thread counts the times. A clock set
-        back must not make the newest entry unreachable."""
+        """Append the time of an entry, after the entry, because another thread counts times. Times
+        never decrease: otherwise a clock that is set back would make the newest entry
+        unreachable."""
         self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
 
     def count(self, time_s: float) -> int:
-        """Return the number of entries valid at a time."""
+        """Return the number of entries that are valid at a time."""
         return bisect_right(self.times, time_s)
 
     def newest_s(self, time_s: float) -> float | None:
-        """Return the time of the newest entry at a time."""
+        """Return the time of the newest entry that is valid at a time."""
         count = self.count(time_s)
         return self.times[count - 1] if count else None
 
 
 class Timed(Times, Generic[T]):
-    """Values with the time from which each is valid."""
+    """Values with the times from which they are valid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,15 +244,15 @@ class Timed(Times, Generic[T]):
         self.stamp(time_s)
 
     def at(self, time_s: float) -> T | None:
-        """Return the newest value at a time."""
+        """Return the newest value that is valid at a time."""
         count = self.count(time_s)
         return self.values[count - 1] if count else None
 
 
 class TimedLines(Times):
-    """Lines with the time from which each is valid, compressed but for the newest block.
+    """Lines with the times from which they are valid, compressed except for the newest block.
 
-    One thread appends; others read what was there when they asked for the count.
+    One thread appends; other threads read only entries that they have counted.
     """
 
     def __init__(self, block: int = BLOCK) -> None:
@@ -263,7 +264,7 @@ class TimedLines(Times):
     def add(self, time_s: float, line: bytes) -> None:
         self._open.append(line)
         if len(self._open) == self._block:
-            # In this order: a reader finds each line in one of the two at any time.
+            # In this order, so that a reader always finds each line in one of the two.
             self._packed.append(pack(self._open))
             self._open = []
         self.stamp(time_s)
@@ -280,7 +281,7 @@ def pack(lines: list[bytes]) -> bytes:
     return zlib.compress(b"\n".join(lines), 1)
 
 
-@lru_cache(maxsize=4)  # a screen asks for the lines of one block many times
+@lru_cache(maxsize=4)  # a screen reads the lines of one block many times
 def unpack(packed: bytes) -> list[bytes]:
     return zlib.decompress(packed).split(b"\n")
 
@@ -288,31 +289,31 @@ def unpack(packed: bytes) -> list[bytes]:
 # ---- timelines of sampled steps
 
 SAMPLED_STEPS = 256
-"""Number of newest timelines kept."""
+"""Number of timelines that are retained, the newest."""
 
 
 class Spans(tuple[schema.LaneSpan, ...]):
-    """The spans of a step. What is computed over all of them is computed once."""
+    """The spans of a step. Values derived from all of them are computed once."""
 
     @cached_property
     def end_ms(self) -> float:
-        """When the last one ends."""
+        """End of the last span, in milliseconds."""
         return max((span.start_ms + span.duration_ms for span in self), default=0.0)
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """The waits of compute; without logged ones, the gaps between its spans."""
+        """The waits of compute; if none are logged, the gaps between its spans."""
         return waits_of(self)
 
     @cached_property
     def exposed_by_lane(self) -> dict[str, float]:
-        """Lane → milliseconds that compute waited for work of this lane."""
+        """Lane → milliseconds that compute waited for the lane's work."""
         return exposed_by_lane(self)
 
 
 class Timelines(Timed[int]):
-    """The sampled steps, and the spans of each. One thread adds, another one reads. Lines of the
-    newest step are stored as they are, those of older steps are compressed."""
+    """The sampled steps and their spans. One thread appends, another reads. Lines of the newest
+    step are stored uncompressed, those of older steps compressed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +324,7 @@ class Timelines(Timed[int]):
         self._spans = Spans()
 
     def add_line(self, time_s: float, step: int, line: bytes) -> None:
-        """Add a line of the log, with the time of the record."""
+        """Add a span's line, with the time of the record."""
         newest = next(reversed(self._lines), None)
         if step == newest:
             self._open.append(line)
@@ -337,13 +338,13 @@ class Timelines(Timed[int]):
         self.add(time_s, step)
 
     def of(self, step: int) -> Spans | None:
-        """Return the timeline of a sampled step; None if it was not sampled, or is too old."""
+        """Return the timeline of a sampled step; None if it was not sampled or is too old."""
         stored = self._lines.get(step)
         if stored is None:
             return None
         if stored is not self._shown or len(stored) != self._count:
             self._shown, self._count = stored, len(stored)
-            # Of a list those that were counted: another thread may append.
+            # Only the lines counted above: another thread may append to the list.
             lines = unpack(stored) if isinstance(stored, bytes) else stored[: self._count]
             events = (record.event for record in map(log_lines.from_line, lines) if record)
             self._spans = Spans(event for event in events if isinstance(event, schema.LaneSpan))
@@ -352,19 +353,19 @@ class Timelines(Timed[int]):
 
 MOST = 8192
 _SILENT = 5.0
-"""Times the mean interval of the records, after which nothing is known."""
+"""Gap, in mean intervals between records, after which the values are unknown."""
 _LARGEST_KIB = 1 << 53
 
 Sizes = tuple[int, int, int]
-"""(least, newest, most) in bytes."""
+"""(least, newest, greatest) in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The extremes of each known quantity in a stretch of time.
+    """Extremes of each known quantity in an interval of time.
 
     Attributes:
-        time_s: of the newest sample.
+        time_s: time of its newest sample.
     """
 
     time_s: float
@@ -377,12 +378,12 @@ class Live:
         return self.sizes[name][2] if name in self.sizes else None
 
     def at_peak(self, *names: str) -> Live:
-        """Return the same with the most of these as their newest."""
+        """Return a copy in which the newest values of these quantities are their peaks."""
         peaks = {name: (sizes[2],) * 3 for name, sizes in self.sizes.items() if name in names}
         return Live(self.time_s, {**self.sizes, **peaks})
 
     def joined(self, later: Live) -> Live:
-        """Return both stretches as one."""
+        """Merge two consecutive intervals."""
         both = {
             name: (min(sizes[0], least), now, max(sizes[2], most))
             for name, (least, now, most) in later.sizes.items()
@@ -392,18 +393,18 @@ class Live:
 
 
 class LiveMemory:
-    """The samples of one rank; added by one thread, read by another."""
+    """Samples of one rank's memory; one thread appends, another reads."""
 
     def __init__(self) -> None:
         self.rows: list[Live] = []
 
     def add(self, values: dict[str, Any]) -> bool:
-        """Add a parsed record; False if it is not valid."""
+        """Add a parsed record; return False if it is invalid."""
         time_s = values.get("t")
         if not isinstance(time_s, float | int) or not math.isfinite(time_s):
             return False
         known = ((name, _sizes(values.get(f"{name}_kib"))) for name in MEMORY_QUANTITIES)
-        if self.rows:  # a clock set back does not hide the newest record
+        if self.rows:  # times never decrease, so that a clock set back hides nothing
             time_s = max(time_s, self.rows[-1].time_s)
         self.rows.append(Live(float(time_s), {name: sizes for name, sizes in known if sizes}))
         if len(self.rows) > MOST:
@@ -417,9 +418,10 @@ class LiveMemory:
         return rows[-1] if rows else None
 
     def stretches(self, time_s: float, count: int) -> Iterator[Live | None]:
-        """Split the time from the first record to `time_s` into `count` parts of the same length.
+        """Split the time from the first record to `time_s` into `count` intervals of equal length.
 
-        A part without records is as the one before; None: for too long, as while a run is stopped.
+        An interval without records repeats the previous one, or is None after a long gap in the
+        log.
         """
         rows = self._until(time_s)
         if not rows:
@@ -435,7 +437,7 @@ class LiveMemory:
             done = end
 
     def extent_s(self, time_s: float) -> tuple[float, float] | None:
-        """Return the times of the first record and of the newest until a time."""
+        """Return the times of the first and the newest record up to a time."""
         rows = self._until(time_s)
         return (rows[0].time_s, rows[-1].time_s) if rows else None
 
@@ -445,7 +447,7 @@ class LiveMemory:
 
 
 def _sizes(values: Any) -> Sizes | None:
-    """Convert (least, newest, most) or one number of KiB; None for anything else."""
+    """Convert [least, newest, greatest] or [value] in KiB to bytes; None for anything else."""
     if not isinstance(values, list) or len(values) not in (1, 3):
         return None
     if not all(type(value) is int and 0 <= value < _LARGEST_KIB for value in values):

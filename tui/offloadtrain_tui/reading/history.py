@@ -1,9 +1,9 @@
-"""The log of a rank, parsed: columns of its steps, and lists of all else that only grow.
+"""The parsed log of a rank: columns of its steps, and growing lists of all other records.
 
 [Note: Columns]
-There may be 100,000 steps. One call takes the values of all columns out of the JSON of a step. They
-are appended after the current lines are read, one column at a time. The JSON is dropped at once:
-thousands of dicts would not stay in the CPU's caches.
+There may be 100,000 steps. One call extracts the values of all columns from the JSON of a step.
+After the current lines are read, values are appended one column at a time. The JSON is dropped at
+once: thousands of dicts would not stay in the CPU's caches.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from offloadtrain_tui.reading.columns import (
 from offloadtrain_tui.text import clean
 
 _BULK = ("step", "system", "live_memory")
-"""Kinds read without their classes, since there are hundreds of thousands."""
+"""Kinds that are read without their event classes, because there are hundreds of thousands."""
 _EVENTS = (
     *(schema.RunStarted, schema.SetUp, schema.RunEnded, schema.Memory, schema.StepMemory),
     *(schema.Eval, schema.Checkpoint, schema.Alert, schema.Control),
 )
-"""Kinds whose records are kept as they are."""
+"""Kinds whose records are stored as event objects."""
 E = TypeVar("E", bound=schema.Event)
 _SPAN = re.compile(
     rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":(\d{1,19}),"r":\d+,"step":(\d{1,15}),'
 )
-"""Prefix of a span's line; spans are parsed only for display."""
+"""Prefix of a span's line; the rest is parsed only for display."""
 
 
 GPU_FIELDS = (
@@ -58,13 +58,13 @@ GPU_FIELDS = (
 )  # fmt: skip
 
 MAIN_LANES = ("compute", "d2h", "host", "h2d")
-"""Lanes that every run has."""
+"""Lanes that are always shown."""
 LANES = (
     *MAIN_LANES,
     *("load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load"),
 )
-"""With those shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
-device, checkpoints, state and weights on the disk."""
+"""All lanes. The additional ones are shown only with work: streamed blocks, ranks, rules on
+complete matrices, state on the device, checkpoints, state and weights on the disk."""
 STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
@@ -78,8 +78,8 @@ _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
 
 
 def _parsed(line: bytes) -> Any:
-    """Parse a line of JSON. Halves of surrogate pairs, which stand for bytes of a path that are not
-    UTF-8, become the replacement character. Raises ValueError for what is not JSON."""
+    """Parse a line of JSON. Lone surrogates, which represent bytes of a path that are not UTF-8,
+    become the replacement character. Raise ValueError for anything that is not JSON."""
     try:
         return orjson.loads(line)
     except ValueError:
@@ -87,7 +87,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def number_of(value: Any) -> float | None:
-    """Convert parsed JSON, in which non-finite numbers are strings."""
+    """Convert a parsed JSON value; the strings "nan", "inf" and "-inf" are numbers."""
     if type(value) is float or type(value) is int:
         try:
             return float(value)
@@ -97,10 +97,10 @@ def number_of(value: Any) -> float | None:
 
 
 def _floats(values: Sequence[Any]) -> array[float]:
-    """Convert values to numbers, NaN for missing ones."""
+    """Convert values to numbers, with NaN for missing values."""
     packed = array("d")
-    with suppress(struct.error, OverflowError):  # some are missing, or no numbers
-        packed.frombytes(struct.pack(f"{len(values)}d", *values))  # a third of array()'s time
+    with suppress(struct.error, OverflowError):  # some values are missing or not numbers
+        packed.frombytes(struct.pack(f"{len(values)}d", *values))  # 3 times as fast as array()
         return packed
     if values.count(None) == len(values):
         return array("d", [math.nan]) * len(values)
@@ -109,20 +109,20 @@ def _floats(values: Sequence[Any]) -> array[float]:
 
 
 def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:
-    """Divide element by element; NaN for zero time."""
+    """Divide element by element; NaN for a denominator that is not positive."""
     pairs = zip(over, under, strict=True)
     return [factor * a / b if b > 0 else math.nan for a, b in pairs]
 
 
 class GpuHistory(Times):
-    """The samples of a rank's own GPU over time: columns that only grow."""
+    """Samples of the rank's GPU over time, in columns that only grow."""
 
     def __init__(self) -> None:
         super().__init__()
         self.series = {name: Series() for name in GPU_FIELDS}
 
     def add(self, time_s: float, gpus: list[Any], uuid: object) -> None:
-        """Add a parsed sample of the machine: of this GPU, or of the only one."""
+        """Add a parsed sample of the GPU with this UUID, or of the machine's only GPU."""
         known = [gpu for gpu in gpus if isinstance(gpu, dict)]
         named = [gpu for gpu in known if gpu.get("uuid") == uuid]
         samples = named or (known if len(known) == 1 else [])
@@ -211,7 +211,7 @@ class Moment:
 
 
 def moment_of(record: Record, line: bytes) -> Moment | None:
-    """Return the line of the event list for a record, if any."""
+    """Return the line of the event list for a record; None for kinds that are not listed."""
     describe = _DESCRIBE.get(type(record.event))
     if describe is None:
         return None
@@ -235,7 +235,7 @@ def set_up_line(now: SetUpNow, now_s: float, *, is_over: bool) -> str:
     """Return, for example, "setting up: reading weights 40% (10.4 GiB of 26.0 GiB), 1m02s so far".
 
     Args:
-        is_over: its process has died, or is not heard of.
+        is_over: the process has died, or has stopped reporting.
     """
     spent = units.format_duration(max((now.time_s if is_over else now_s) - now.since_s, 1.0))
     progress = clean(now.phase, 100)
@@ -283,26 +283,27 @@ _DESCRIBE: dict[type, Callable[[Any], tuple[str, str]]] = {
     schema.Decided: lambda event: ("info", event.message),
     schema.Sample: lambda event: ("info", " ".join(f"{event.prompt}{event.text}".split())),
 }
-"""Kind of a record → (level, text) of its line."""
+"""Event class → function that returns (level, text) of its line."""
 
 
 # ---- the log
 
 
 class History:
-    """The parsed log of one rank: its steps, a column for each quantity, and all other records."""
+    """The parsed log of one rank: a column of its steps for each quantity, and all other
+    records."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.steps = Timed[int]()
-        """Step numbers; position i is position i in every series."""
+        """Step numbers; the same position in every series belongs to the same step."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
         self.val_loss = self.series["val_loss"] = Measured()
         self.busy: dict[str, Series] = {lane: Series() for lane in LANES}
         self._smoothed: dict[tuple[str, int], Smoothed] = {}
         self._pending: list[tuple[Any, ...]] = []
         self.skipped: list[int] = []
-        """Positions of steps that were skipped, or whose loss was not finite."""
+        """Positions of steps that were skipped or whose loss is not finite."""
         self._events: dict[type, Timed[Any]] = {kind: Timed() for kind in _EVENTS}
         self.moments = Timed[Moment]()
         self.live = LiveMemory()
@@ -313,18 +314,18 @@ class History:
 
     @property
     def step_count(self) -> int:
-        """Steps that have been read, including those that are not in the columns yet."""
+        """Number of steps read so far, including those that are not in the columns yet."""
         return len(self.steps.values) + len(self._pending)
 
     def smoothed(self, name: str, span: int) -> Smoothed:
-        """Return a series' moving average over `span` steps; reading it extends it."""
+        """Return a series' moving average over `span` steps; it is extended when it is read."""
         smoothed = self._smoothed.get((name, span))
         if smoothed is None:
             smoothed = self._smoothed[name, span] = Smoothed(self.series[name], float(span))
         return smoothed
 
     def add_step(self, number: int, time_s: float, values: Json) -> None:
-        """Read the values of a step; `extend_columns` appends them to the columns."""
+        """Store the values of a step until `extend_columns` appends them to the columns."""
         if (hit := values.get("speculation_hit")) is not None:
             values = values | {"speculation_hit": float(hit is True)}
         busy = values.get("busy_ms")
@@ -332,7 +333,7 @@ class History:
         self._pending.append((number, time_s, *map(values.get, STEP_FIELDS), *worked))
 
     def extend_columns(self) -> None:
-        """Append the steps that have been taken."""
+        """Append the stored steps to the columns."""
         rows, self._pending = self._pending, []
         if not rows:
             return
@@ -342,12 +343,12 @@ class History:
             target.extend(_floats(column))
         self._derive(len(rows))
         last_s = self.steps.times[-1] if self.steps.times else 0.0
-        self.steps.values += numbers  # the length that others go by is that of the times
-        # A clock set back does not hide earlier steps.
+        self.steps.values += numbers  # before the times, which other threads count
+        # Times never decrease, so that a clock set back does not hide earlier steps.
         self.steps.times += islice(accumulate(times, max, initial=last_s), 1, None)
 
     def _derive(self, count: int) -> None:
-        """Compute derived columns of the last `count` steps."""
+        """Compute derived columns for the last `count` steps."""
         of = {name: self.series[name].values[-count:] for name in _DERIVED_FROM}
         worked = {lane: series.values[-count:] for lane, series in self.busy.items()}
         up_ms = [
@@ -360,11 +361,11 @@ class History:
         self.series["host_ms"].extend(list(worked["host"]))
 
     def of(self, kind: type[E]) -> Timed[E]:
-        """Return the records of one of the kinds that are kept whole."""
+        """Return the records of a kind in `_EVENTS`."""
         return self._events[kind]
 
     def feed_lines(self, lines: Iterable[bytes]) -> None:
-        """Add lines of the log; unreadable ones are counted."""
+        """Add lines of the log, and count unreadable ones."""
         for line in lines:
             self._feed_line(line)
         self.extend_columns()
@@ -390,7 +391,7 @@ class History:
             self.feed(record, line)
 
     def feed(self, record: Record, line: bytes = b"") -> None:
-        """Add a record other than a step."""
+        """Add a record of any kind except a step."""
         if isinstance(record.event, schema.RunStarted):
             self._times.restart(record.monotonic_ns)
         time_s = self._times.add(record.time_s, record.monotonic_ns)
@@ -414,10 +415,10 @@ class History:
         columns = (self.of(schema.RunStarted), self.steps, self.moments)
         return min((column.times[0] for column in columns if column.times), default=0.0)
 
-    # ---- one kind each
+    # ---- methods for single kinds
 
     def _one_of_many(self, kind: str, values: Json, line: bytes) -> bool:
-        """Add a step, or a sample of memory or of the machine; False if it is not valid."""
+        """Add a step, or a sample of memory or of the machine; return False if it is invalid."""
         if kind == "live_memory":
             return self.live.add(values)
         number: Any = values.get("step")
@@ -437,7 +438,7 @@ class History:
         return True
 
     def _odd(self, values: Json, number: int, time_s: float, line: bytes) -> None:
-        """Mark and list skipped steps and non-finite losses."""
+        """Mark and list a step that was skipped or whose loss is not finite."""
         loss = number_of(values.get("loss"))
         finite = loss is not None and math.isfinite(loss)
         if finite and values.get("skipped") is not True:
@@ -451,7 +452,7 @@ class History:
 
 
 def fold(lines: Iterable[bytes], rank: int = 0) -> History:
-    """Read a whole log."""
+    """Read a complete log."""
     history = History(rank)
     history.feed_lines(lines)
     return history

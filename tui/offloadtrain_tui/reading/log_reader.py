@@ -1,4 +1,4 @@
-"""Snapshots of run folders, read by one thread for all others; and the list of a folder's runs."""
+"""Snapshots of run folders, read by a single thread, and the list of runs in a folder."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from offloadtrain_tui.text import clean, short
 
 POLL_S = 0.17
 NEWS_S, NEWS_OVER_SSH_S = 0.33, 1.0
-"""Least interval between news: twelve charts take some 20 ms to draw, and 30 KB to send."""
+"""Least interval between news, in seconds: a dozen charts take 20 ms to draw and 30 KB to send."""
 
 _LINES_AT_ONCE = 5000
 _LOOK_FOR_RANKS_S = 2.0
 _SKEW_S = 2.0
-"""A record that is so far in the future was written by another clock."""
+"""Seconds in the future from which a record must have been written with another clock."""
 _HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
 _LONG_BYTES = 4 << 20
-"""For a longer log, the last megabyte is shown while the rest is read."""
+"""Size from which a log's last megabyte is shown while the rest is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment, the input of every widget.
+    """A run at one moment, from which every widget is drawn.
 
     Attributes:
         name: name of its folder or file.
-        views: views by rank; rank 0, or the lowest with a log, first.
-        state: one word of `runs.STATES`.
+        views: views by rank; the lowest rank with a log is first.
+        state: one of `runs.STATES`.
         is_complete: True if the logs have been read to their end.
         out_of_memory: the run was killed, probably by the kernel for memory.
-        refused: why logs are not read: they are no regular files.
-        lives_here: its process is alive, and on this host.
-        set_up: its progress before its log begins, or when it was killed; None: set-up is over.
-        ending: how it has ended; None: it is alive, or not known to have ended.
+        refused: reasons why logs are not read, such as that they are not regular files.
+        lives_here: its process is alive on this host.
+        set_up: progress of a set-up that has not ended; None after set-up.
+        ending: how the run has ended; None if it is alive or its end is unknown.
     """
 
     name: str
@@ -73,26 +73,26 @@ class Snapshot:
 
     @property
     def is_run(self) -> bool:
-        """True if there is a record of a run, or its process is alive or has begun to set up."""
+        """True if there is a record of the run, or its process is alive or has begun to set up."""
         return self.has_records or self.set_up is not None or self.state in runs.ALIVE
 
     @property
     def problem(self) -> str:
-        """The problem with the logs; "" if there is none."""
+        """Message about a problem with the logs; "" if there is none."""
         if self.refused:
             return f"not read: {self.refused[0]}"
         lines = sum(view.history.unreadable for view in self.views)
         unreadable = {0: "", 1: "1 line is no record"}.get(lines, f"{lines} lines are no records")
         if self.has_records:
             return "; ".join(filter(None, (self._missing_ranks, unreadable)))
-        # Without a run there is no state.
+        # An empty state means that there is no run.
         if not self.is_complete or not self.state or self.state in runs.ALIVE or self.set_up:
             return ""
         return f"there is no record of a run in it{f': {unreadable}' if unreadable else ''}"
 
     @property
     def _missing_ranks(self) -> str:
-        """A message if logs of ranks are missing; at the start, some appear a moment late."""
+        """Message if ranks have no log; at the start, some logs appear a moment late."""
         start = self.first.start
         if self.folder is None or start is None or start.world_size <= len(self.views):
             return ""
@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def changed(self) -> tuple[object, ...]:
-        """A key that is equal until the logs change."""
+        """Key that changes when the logs or the state change."""
         return (
             self.state,
             self.is_complete,
@@ -113,7 +113,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class RunReader:
-    """The logs of one run, read as they grow."""
+    """Reads the logs of one run while they grow."""
 
     run: RunPath
     histories: dict[Path, History] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class RunReader:
     _grew: bool = False
 
     def read(self, most_lines: int = _LINES_AT_ONCE) -> bool:
-        """Read new lines of every rank; return whether there were any."""
+        """Read new lines of every rank; return True if there were any."""
         self._find_ranks()
         any_lines, was_complete = False, self.is_complete
         self.is_complete = True
@@ -146,13 +146,13 @@ class RunReader:
         return any_lines
 
     def read_to_end(self, now_s: float) -> Snapshot:
-        """Read all that is there; return the newest snapshot."""
+        """Read everything in the logs; return a snapshot."""
         while self.read() or not self.is_complete:
             pass
         return self.snapshot(now_s)
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """Return the run as far as it has been read."""
+        """Return a snapshot of what has been read."""
         known = {**self.histories, **self._glances}
         ordered = sorted(known.values(), key=lambda history: history.rank)
         views = tuple(map(View.at, ordered)) or (View.at(History()),)
@@ -160,7 +160,7 @@ class RunReader:
         life = runs.life_of(folder, views[0], now_s, self._silent_s(views[0], now_s))
         state = life.state
         if folder is None and state == "starting" and views[0].start is None:
-            state = "unknown"  # a file of something else starts no run
+            state = "unknown"  # the file is not the log of a run
         refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
         if folder is not None and not os.access(folder / "events", os.R_OK | os.X_OK):
             why = "no permission" if os.path.lexists(folder / "events") else "it is gone"
@@ -173,8 +173,8 @@ class RunReader:
         )
 
     def _silent_s(self, view: View, now_s: float) -> float | None:
-        """Return how long nothing has come, by this machine's clock: the writer's may be another
-        host's. None: as the log's own times say."""
+        """Return the seconds since the last new record, by this machine's clock: the writer's host
+        may have a different clock. None: use the times in the log."""
         self._first_s = self._first_s or now_s
         if self._grew:
             self._grew, self._heard_s = False, now_s
@@ -220,14 +220,14 @@ def _rank_of(path: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-# ---- the list of runs, from the ends of their logs
+# ---- the list of runs, from the first and last records of their logs
 
 COLUMNS = ("run", "state", "step", "loss", "val", "tok/s", "ran", "last step")
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A row of the list; None: not in the log.
+    """A row of the list of runs; None for values that are not in the log.
 
     Attributes:
         ran_s: seconds from its newest start to its end, or to now.
@@ -260,7 +260,7 @@ class RunRow:
 
 @dataclass(slots=True)
 class Listing:
-    """The runs of a folder, and others by name; of a log that has not grown, nothing is read
+    """The runs in a folder, and named runs outside of it. A log that has not changed is not read
     again."""
 
     runs_dir: Path
@@ -268,7 +268,7 @@ class Listing:
     _views: dict[Path, tuple[tuple[int, int], View]] = field(default_factory=dict)
 
     def rows(self, now_s: float, most: int = 200) -> list[RunRow]:
-        """Return the named runs, then those of the folder, the newest first."""
+        """Return named runs outside of the folder, then the folder's runs, the newest first."""
         there = runs.all_runs(self.runs_dir)[:most]
         listed = {path.resolve() for path in there} if self.named else set()
         folders = [path for path in self.named if path.resolve() not in listed] + there
@@ -276,7 +276,8 @@ class Listing:
         return [_row(folder, view, now_s) for folder, (_, view) in self._views.items()]
 
     def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
-        """Return the first and the last records of rank 0, with the log's size and time."""
+        """Return the log's (size, modification time), and a view of rank 0's first and last
+        records."""
         logs = runs.open_run(folder).logs
         stamp = (0, 0)
         with suppress(OSError):
@@ -309,7 +310,7 @@ def _row(folder: Path, view: View, now_s: float) -> RunRow:
 
 
 def list_runs(runs_dir: Path, now_s: float) -> list[RunRow]:
-    """Return the runs of a folder, the newest first."""
+    """Return the runs in a folder, the newest first."""
     return Listing(runs_dir).rows(now_s)
 
 
@@ -317,10 +318,10 @@ def list_runs(runs_dir: Path, now_s: float) -> list[RunRow]:
 
 
 class Reader:
-    """Reads runs on its own thread and reports news.
+    """Reads runs on a separate thread, and reports news.
 
     Attributes:
-        snapshots: the newest snapshot of each run, in a list that is replaced as a whole.
+        snapshots: the newest snapshot of each run; the list is replaced, not changed.
     """
 
     def __init__(
@@ -344,7 +345,7 @@ class Reader:
         self._thread.start()
 
     def add(self, run: RunPath) -> None:
-        """Also read this run from now on."""
+        """Read this run, too."""
         if all(reader.run.folder != run.folder for reader in self.readers):
             self.readers = [*self.readers, RunReader(run)]
             self._wake.set()
@@ -357,7 +358,7 @@ class Reader:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of all logs that have been read so far; any thread may ask."""
+        """Bytes of all logs read so far; safe to read on any thread."""
         return sum(reader.read_bytes for reader in self.readers)
 
     def _run(self) -> None:
@@ -366,7 +367,7 @@ class Reader:
             busy = any([reader.read() and not reader.is_complete for reader in self.readers])
             if time.monotonic() - published_s >= self._news_s and self.publish():
                 published_s = time.monotonic()
-            (gc.disable if busy else gc.enable)()  # a long log creates many lists, but no cycles
+            (gc.disable if busy else gc.enable)()  # a long log creates many lists, without cycles
             if not busy:
                 self._wake.wait(POLL_S)
                 self._wake.clear()
@@ -375,7 +376,7 @@ class Reader:
             reader.close()
 
     def publish(self) -> bool:
-        """Publish snapshots of everything read so far; return whether there was any news."""
+        """Publish snapshots of everything read so far; return True if anything has changed."""
         before = [snapshot.changed for snapshot in self.snapshots]
         self.snapshots = [reader.snapshot(self._clock.now_s()) for reader in self.readers]
         news = [snapshot.changed for snapshot in self.snapshots] != before

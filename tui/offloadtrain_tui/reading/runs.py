@@ -1,6 +1,6 @@
-"""Run folders: search, the state of their processes, and how they have ended.
+"""Run folders: finding runs, the state of their processes, and how they have ended.
 
-A run folder is untrusted data: nothing in it is executed, and no link out of it is followed.
+A run folder is untrusted data: nothing in it is executed, and links out of it are not followed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import local_time
 
 SLOW_S, SLOW_FACTOR = 30.0, 4.0
-"""A run is slow after this time without a step, and this many times its median step."""
+"""A run is slow after both this time and this multiple of its median step without a step."""
 
 SILENT_S = 60.0
-"""A run on another host, whose lock is invisible, is unknown after this silence."""
+"""A run on another host, whose lock cannot be checked, is unknown after this silence, in
+seconds."""
 
 _RUN_JSON_BYTES = 1 << 20
 _LOCK_BYTES = 32
@@ -62,13 +63,13 @@ class RunPath:
 
 
 def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:
-    """Return the requested runs; without arguments the newest of `runs_dir`, or none.
+    """Return the requested runs; without arguments the newest run in `runs_dir`, or [].
 
     Args:
         arguments: run folders, folders of runs (selects the newest), or event files.
 
     Raises:
-        RunError: one of them is none of these.
+        RunError: an argument is none of these.
     """
     if not arguments:
         return [open_run(path) for path in all_runs(runs_dir)[:1]]
@@ -106,7 +107,7 @@ def open_run(path: Path) -> RunPath:
 
 def _named(path: Path) -> RunPath:
     if os.path.isfile(path):  # Path.is_file raises for some names
-        return RunPath(None, (path.resolve(),))  # a link that the user names is followed
+        return RunPath(None, (path.resolve(),))  # links named by the user may be followed
     if is_run(path):
         return open_run(path.resolve())
     if newest := all_runs(path)[:1]:
@@ -133,8 +134,8 @@ class Life:
     """The state of a run and of its process.
 
     Attributes:
-        alive: None if unknown here.
-        set_up: its progress before its log begins, or when it was killed; None: set-up is over.
+        alive: True if the process is alive; None if unknown on this host.
+        set_up: progress of a set-up that has not ended; None after set-up.
     """
 
     state: str
@@ -146,7 +147,7 @@ def life_of(folder: Path | None, view: View, now_s: float, silent_s: float | Non
     """Return the state of a run and of its process, from its files and its lock.
 
     Args:
-        silent_s: seconds since the reader saw a new record of a run on another host, whose clock
+        silent_s: seconds since the reader got a new record of a run on another host, whose clock
             may differ; None: use the times in its log.
     """
     set_up = None if folder is None else set_up_file.read(folder)
@@ -154,28 +155,28 @@ def life_of(folder: Path | None, view: View, now_s: float, silent_s: float | Non
     if set_up is not None and (alive or (alive is None and now_s - set_up.time_s < SILENT_S)):
         return Life("starting", alive, set_up)
     if set_up is not None and alive is False and (now := is_alive(folder)) is not False:
-        return Life("starting", now)  # a newer start, which has not written its own yet
+        return Life("starting", now)  # a newer start that has not written its set-up file yet
     if set_up is not None:
         return Life("unknown" if alive is None else "killed", alive, set_up)
     if folder is not None and alive:
         pid, owner = facts(folder).get("pid"), _owner(folder / "lock")
         if isinstance(pid, int) and owner not in (None, pid):
-            return Life("starting", alive)  # a new process, which has not begun to write yet
+            return Life("starting", alive)  # a new process that has not written run.json yet
     return Life(state_of(view, alive, now_s, silent_s if alive is None else None), alive)
 
 
 def _sets_up(folder: Path | None, now: SetUpNow) -> bool | None:
-    """Return whether the process that sets up is alive; None if unknown here."""
+    """Return True if the process that sets up the run is alive; None if unknown on this host."""
     if folder is None or now.host != socket.gethostname():
         return None
     return _is_locked(folder / "lock") and _runs(now.pid, now.pid_start_ticks)
 
 
 def is_alive(folder: Path | None) -> bool | None:
-    """Return whether the run's process is alive; None if unknown here.
+    """Return True if the run's process is alive; None if unknown on this host.
 
-    The lock alone is not enough: a forked child keeps the lock of a killed owner. If the owner is
-    on this machine, its pid and start time must match too.
+    The lock alone is not sufficient: a forked child keeps the lock of a killed owner. So the pid
+    and the start time in run.json must also match a process on this machine.
     """
     if folder is None:
         return None
@@ -186,7 +187,7 @@ def is_alive(folder: Path | None) -> bool | None:
         return False
     pid, ticks = known.get("pid"), known.get("pid_start_ticks")
     if not isinstance(pid, int) or not isinstance(ticks, int):
-        return True  # locked, and about to write run.json
+        return True  # locked by a process that has not written run.json yet
     return _runs(pid, ticks) or _owner(folder / "lock") not in (None, pid)
 
 
@@ -228,7 +229,7 @@ def _owner(lock: Path) -> int | None:
 
 
 def _runs(pid: int, start_ticks: int) -> bool:
-    """Return whether this process exists and is not a zombie."""
+    """Return True if this process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -237,7 +238,7 @@ def _runs(pid: int, start_ticks: int) -> bool:
     return state not in ("Z", "X") and len(rest) > 18 and rest[18] == str(start_ticks)
 
 
-# ---- how a run has ended
+# ---- endings
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +247,13 @@ class Ending:
 
     Attributes:
         at_s: Unix time of its last record.
-        lasted_s: seconds from its start to there; None: its start is not in the log.
-        checkpoint: step of the newest checkpoint whose files have the sizes of its manifest; their
-            bytes are verified when it is loaded. None: there is none.
-        lost_steps: steps after the checkpoint, which a resume repeats.
-        command: goes on from the checkpoint; a run that is done, to twice its steps. "": without a
-            checkpoint.
-        is_folder: a run folder, where checkpoints would be; False: a single log.
+        lasted_s: seconds from its start to its last record; None if the start is not in the log.
+        checkpoint: step of the newest checkpoint whose files have the sizes in its manifest (bytes
+            are verified when it is loaded); None without one.
+        lost_steps: number of steps after the checkpoint, which a resume repeats.
+        command: command that resumes from the checkpoint; for a completed run, with twice its
+            steps. "" without a checkpoint.
+        is_folder: True for a run folder, which may contain checkpoints; False for a single log.
     """
 
     at_s: float
@@ -263,14 +264,14 @@ class Ending:
     is_folder: bool = True
 
     def words(self, now_s: float) -> str:
-        """Return, for example, "11:52, after 34m12s"; of another day with the date."""
+        """Return, for example, "11:52, after 34m12s", with the date if it was on another day."""
         day, then = (local_time(time_s, "%b %d ") for time_s in (now_s, self.at_s))
         spent = f", after {units.format_duration(self.lasted_s)}" if self.lasted_s else ""
         return f"{'' if day == then else then}{local_time(self.at_s, '%H:%M')}{spent}"
 
     @property
     def saved(self) -> str:
-        """What is saved of it, such as "last checkpoint: step 480, 25 steps lost"."""
+        """Text about the newest checkpoint, such as "last checkpoint: step 480, 25 steps lost"."""
         if self.checkpoint is None:
             return "no checkpoint" if self.is_folder else ""
         steps = f"{self.lost_steps} step{'s' if self.lost_steps > 1 else ''} lost"
@@ -278,13 +279,13 @@ class Ending:
 
     @property
     def next(self) -> str:
-        """The command that goes on, with its purpose; "" without one."""
+        """The command that continues the run, with its purpose; "" without a command."""
         purpose = "train longer" if " --set train.steps=" in self.command else "resume"
         return f"{purpose}: {self.command}" if self.command else ""
 
 
 def ending_of(folder: Path | None, view: View, state: str) -> Ending | None:
-    """Return the end of a run in this state; None: it is alive, or not known to have ended."""
+    """Return how a run in this state has ended; None if it is alive or its end is unknown."""
     if state not in ENDED or not view.history.last_time_s:
         return None
     at_s, since_s, end = view.history.last_time_s, view.started_s, view.end
@@ -304,7 +305,7 @@ def ending_of(folder: Path | None, view: View, state: str) -> Ending | None:
 
 
 def newest_checkpoint(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint in a folder whose files are all there."""
+    """Return the step of the newest complete checkpoint in a folder; None without one."""
     with suppress(OSError):
         return _newest(folder, os.stat(folder).st_mtime_ns)
     return None
@@ -312,14 +313,14 @@ def newest_checkpoint(folder: Path) -> int | None:
 
 @lru_cache(maxsize=256)
 def _newest(folder: Path, _changed_ns: int) -> int | None:
-    """Look again only when a checkpoint has been added or removed."""
+    """Cached until the folder changes, that is, a checkpoint is added or removed."""
     names = filter(_CHECKPOINT.fullmatch, os.listdir(folder))
     steps = sorted(((int(name[5:]), name) for name in names), reverse=True)
     return next((step for step, name in steps if _is_whole(folder / name)), None)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Return whether every file that the manifest lists has its size."""
+    """Return True if every file in the manifest has the listed size."""
     try:
         files = read_json(checkpoint / "manifest.json", max_bytes=_MANIFEST_BYTES)["files"]
         return all(

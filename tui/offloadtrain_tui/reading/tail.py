@@ -1,4 +1,4 @@
-"""New lines of a file that another process appends to."""
+"""Reads lines that another process appends to a file."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from offloadtrain.events.log_lines import LONGEST_LINE
 
 _CHUNK = 1 << 20
 _NO_LOG = 1 << 26
-"""A file with a line of so many bytes is no log: it is read no further."""
+"""Length of a line from which a file is not considered a log, and not read any further."""
 
 
 class Tail:
-    """Reads lines appended since the last call; an incomplete last line waits for its end.
+    """Reads lines appended since the last call; an incomplete last line is returned when it ends.
 
     A file that was replaced (another inode) or truncated is read again from its beginning. The file
-    is untrusted: of a line longer than 4 MiB only the end is returned.
+    is untrusted: only the end of a line longer than 4 MiB is returned.
 
     Attributes:
-        restarts: number of times the file was replaced or truncated.
-        read_bytes: bytes read so far, those of replaced files too.
-        refused: why the file is not read (any further), if it is no log.
+        restarts: number of times that the file was replaced or truncated.
+        read_bytes: number of bytes read so far, including those of replaced files.
+        refused: the reason if the file is not read, or not read any further; "" otherwise.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class Tail:
         self._endless = 0
 
     def poll(self, most: int = 16 * _CHUNK) -> list[bytes]:
-        """Return complete lines, at most about `most` bytes; [] if there is nothing new."""
+        """Return complete lines, of about `most` bytes at most; [] if there are no new lines."""
         if not self._ready():
             return []
         lines: list[bytes] = []
@@ -50,7 +50,7 @@ class Tail:
             lines += complete
             self._endless = 0 if complete else self._endless + len(data)
             if len(self._torn) > LONGEST_LINE:
-                self._torn = b""  # its rest will be a line that is no record, and be counted
+                self._torn = b""  # the rest of this line will be counted as an unreadable record
             if self._endless > _NO_LOG:
                 self.refused = f"{self.path}: it has a line of more than {_NO_LOG:,} bytes"
                 break
@@ -58,7 +58,7 @@ class Tail:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes not read yet."""
+        """Number of bytes that have not been read yet."""
         return max(os.fstat(self._fd).st_size - self._offset, 0) if self._fd >= 0 else 0
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Tail:
             self._fd = -1
 
     def _ready(self) -> bool:
-        """Open the file, or reopen it if it was replaced."""
+        """Open the file, or reopen it if it was replaced; return True if it can be read."""
         try:
             now = os.lstat(self.path)
         except OSError:
@@ -79,7 +79,7 @@ class Tail:
         self.close()
         try:
             self._fd = open_descriptor(self.path)
-        except OSError as error:  # others than these may pass
+        except OSError as error:  # other errors may be temporary
             self.refused = str(error) if isinstance(error, UnsafeFileError) else ""
             if isinstance(error, PermissionError):
                 self.refused = f"{self.path}: no permission"

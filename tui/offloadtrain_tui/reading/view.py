@@ -1,4 +1,4 @@
-"""A rank at one moment: the records of a growing log up to then."""
+"""A rank at one moment: the records of a growing log up to that moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offloadtrain_tui.text import is_on_cpu
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A rank at `time_s`: positions [0, length) of its series have happened."""
+    """A rank at `time_s`; its steps so far are positions [0, length) of each series."""
 
     history: History
     time_s: float
@@ -24,7 +24,7 @@ class View:
 
     @classmethod
     def at(cls, history: History, time_s: float | None = None) -> View:
-        """Return the view at a time; None: the newest."""
+        """Return the view at a time; None: with all records."""
         if time_s is None:
             return cls(history, float("inf"), len(history.steps.times))
         return cls(history, time_s, history.steps.count(time_s))
@@ -35,7 +35,8 @@ class View:
 
     @property
     def step(self) -> int:
-        """Number of the last step; before the first one of a start, the one it goes on from."""
+        """Number of the last step; before the first step of a start, the step that it resumes
+        from."""
         start = self.start
         if self.is_before_first_step:
             return start.start_step if start else 0
@@ -63,7 +64,7 @@ class View:
 
     @property
     def plan(self) -> schema.Json:
-        """The plan that the newest start has logged; {} before it."""
+        """The plan logged by the newest start; {} without one."""
         return self.start.plan if self.start else {}
 
     @property
@@ -73,7 +74,7 @@ class View:
 
     @property
     def end(self) -> schema.RunEnded | None:
-        """The end of the newest start, if it has ended."""
+        """The end of the newest start; None if it has not ended."""
         ended_s = self.history.of(schema.RunEnded).newest_s(self.time_s)
         is_earlier = ended_s is not None and ended_s < (self.started_s or 0.0)
         return None if is_earlier else self.newest(schema.RunEnded)
@@ -106,7 +107,7 @@ class View:
         return self.setting("train", "steps") or None
 
     def setting(self, *keys: str) -> int:
-        """Return a whole number of the job; 0 if it has none."""
+        """Return an integer of the job's configuration; 0 if it is not set."""
         value: Any = self.start.config if self.start else None
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -128,18 +129,18 @@ class View:
         return moments.values[: moments.count(self.time_s)]
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a series; None if the last step had none."""
+        """Return the newest value of a series; None without one."""
         return self.history.series[name].last(self.length)
 
     def newest_values(self, name: str, most: int) -> array[float]:
-        """Return the last values of a series, at most so many; NaN where a step had none."""
+        """Return the last `most` values of a series, or fewer; NaN for missing values."""
         return self.history.series[name].values[max(self.length - most, 0) : self.length]
 
     def busy_ms(self, lane: str) -> float:
         return self.history.busy[lane].last(self.length) or 0.0
 
     def active_alerts(self) -> list[schema.Alert]:
-        """Active alerts of this start: raised, not cleared, not acknowledged, the newest last."""
+        """Alerts of this start that are neither cleared nor acknowledged, the newest last."""
         if self.end is not None:
             return []
         alerts, since_s = self.history.of(schema.Alert), self.started_s
@@ -167,6 +168,6 @@ class View:
         return statistics.median_high(values) if values else None
 
     def median_own_ms(self, of: int = 50) -> float | None:
-        """The rank's own step time, without waits; the whole step if waits are unknown."""
+        """Median of the rank's step time without waits; with waits if these are unknown."""
         known = [value for value in self.newest_values("own_ms", of) if value > 0]
         return statistics.median_high(known) if known else self.median_step_ms(of)

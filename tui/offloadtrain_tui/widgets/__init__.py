@@ -1,5 +1,5 @@
 """The widgets of the screens.
 
-They draw what they are given, in the cells that they have, and know no run. Start at `drawn.py`,
-then `chart.py`.
+They draw the given content in the available cells, and use no runs. Start at `drawn.py`, then
+`chart.py`.
 """

@@ -1,5 +1,5 @@
-"""Memory as stacked bars (owners of a tier, cache, others and free memory, peak and plan), and over
-time as bands of owners on top of each other."""
+"""Memory as stacked bars (owners of a tier, cache, other programs, free memory, peak and plan), and
+over time as stacked bands of owners."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from offloadtrain_tui.widgets.drawn import CACHE, EIGHTHS, OTHERS, Drawn
 FREE, PEAK = "·", "┃"
 _NARROW, _SHORT = 100, 30
 _MORE = 4
-"""Columns at the end of a legend's line for how many owners it leaves out."""
+"""Columns reserved at the end of a legend for the number of omitted owners."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of one owner; `color` is its number among all owners of the screen."""
+    """Memory of one owner; `color` is the owner's index among all owners on the screen."""
 
     owner: str
     nbytes: int
@@ -30,16 +30,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One bar.
+    """Content of one bar; sizes are in bytes.
 
     Attributes:
-        parts: the largest first.
-        total: total memory; 0: unknown, the sum of the parts is used.
+        parts: owners, the largest first.
+        total: total memory; 0 if unknown: the bar then ends with the last part.
         cache: cache of torch's allocator.
         other: memory of other programs.
         note: text after the figures.
-        peak: peak of the parts; 0: not known.
-        planned: bytes of the plan; 0: none.
+        peak: peak of the parts; 0 if unknown.
+        planned: planned memory; 0 without a plan.
     """
 
     title: str
@@ -61,13 +61,13 @@ class Tier:
 
 
 class MemoryBars(Drawn[tuple[Tier, ...]]):
-    """Bars below each other: a line of figures, the bar, and as many owners as fit; more bars than
-    fit so have one line each."""
+    """Bars below each other: each has a line of figures, the bar, and as many owners as fit. If
+    there are more than two bars, each of them has one line, except the host's."""
 
     DEFAULT_CSS = "MemoryBars { height: auto; }"
 
     def __init__(self, *, legend: int = 2, id: str | None = None) -> None:
-        """`legend`: most lines of owners below a bar."""
+        """`legend`: largest number of lines of owners below a bar."""
         super().__init__((), id=id)
         self._legend = legend
 
@@ -142,7 +142,8 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         ]
 
     def _bar(self, tier: Tier, inner: int) -> list[Segment]:
-        """Owners, others, free memory; the mark of the peak is drawn over them."""
+        """Return owners, cache, other programs and free memory; the mark of the peak is drawn over
+        them."""
         capacity = max(tier.total, tier.used + tier.cache + tier.other, 1)
         cells: list[tuple[str, Style]] = []
         done = 0
@@ -158,8 +159,8 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return [Segment(text, style) for text, style in cells]
 
     def _legend_lines(self, tier: Tier, width: int) -> list[list[Segment]]:
-        """Return sign and name of all that is in a bar, in as few lines as they need: of more lines
-        than there is room for, the number of names that are left out."""
+        """Return the names in a bar with their fill characters, in as few lines as possible. If
+        there are too many lines, the last one ends with the number of omitted names."""
         owned = [(*self.owner(part.color), part) for part in tier.parts]
         dim = self.style("foreground", dim=True)
         rest = ((CACHE, "allocator's cache", tier.cache), (OTHERS, "others", tier.other))
@@ -182,7 +183,7 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
 
 
 def _of(part: int, total: int, word: str) -> str:
-    """Return, for example, "2.7 free of 32.0 GiB"."""
+    """Return part and total as text, for example "2.7 free of 32.0 GiB"."""
     (number, unit), total_text = units.format_bytes(part).split(" "), units.format_bytes(total)
     unit = "" if total_text.endswith(f" {unit}") else f" {unit}"
     return f"{number}{unit}{word} of {total_text}"
@@ -195,16 +196,16 @@ LABEL_WIDTH = 10
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """The contents of a chart of bands; equal ones look the same.
+    """Content of a chart of stacked bands; equal contents are drawn equally.
 
     Attributes:
-        columns: from left to right, the bytes of each band, the last two those of the allocator's
-            cache and of others; None: not known.
-        limit: total memory; 0: not known.
-        planned: a line too; 0: no plan.
+        columns: from left to right, the bytes of each band; the last two bands are the
+            allocator's cache and other programs; None if unknown.
+        limit: total memory in bytes; 0 if unknown.
+        planned: planned bytes, drawn as a line; 0 without a plan.
         axis: labels below the left and the right end.
-        base: bytes below the lowest row, which are not in the columns.
-        colors: numbers of the bands' owners, as in the bars; the other band has the next one.
+        base: bytes below the lowest row, which `columns` do not include.
+        colors: owner indices of the bands, as in the bars; remaining owners have the next index.
     """
 
     title: str
@@ -217,13 +218,13 @@ class Area:
 
     @property
     def top(self) -> int:
-        """Bytes of the highest row: the limit, or the highest column if that is more."""
+        """Bytes at the top of the highest row: the limit, or the highest column if it is higher."""
         highest = max((sum(column) for column in self.columns if column), default=0)
         return max(self.limit, highest, 1)
 
 
 class AreaChart(Drawn[Area]):
-    """A widget that draws an `Area`; colors and fills are those of the bars."""
+    """A widget that draws an `Area`, with colors and fills as in the bars."""
 
     DEFAULT_CSS = "AreaChart { height: 1fr; min-height: 4; }"
 
@@ -248,7 +249,7 @@ class AreaChart(Drawn[Area]):
         ]
 
     def _row(self, y: int, rows: int, inner: int) -> list[Segment]:
-        """The row between two heights; a cell has the fill of the band in its middle."""
+        """Return a row of cells; each has the fill of the band at the middle of the row."""
         area, top = self.content, self.content.top
         low, high = top * (rows - 1 - y) / rows, top * (rows - y) / rows
         labelled = y in (0, rows - 1) or (rows > 5 and y == rows // 2)

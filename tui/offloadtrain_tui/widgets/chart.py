@@ -1,5 +1,5 @@
-"""A chart of curves over steps, in braille: two by four dots per character, with minimum and
-maximum per column of dots."""
+"""A chart of curves over steps, in braille: two by four dots per character, and the minimum and the
+maximum of each column of dots."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from offloadtrain_tui.text import short
 from offloadtrain_tui.widgets.drawn import Drawn
 
 _GUTTER = 8
-"""Least width of the labels and their line."""
+"""Minimum width of the labels and the axis."""
 
 _HIGH = 7
-"""Lines of a chart that has a line for its marks."""
+"""Minimum height of a chart with a separate line for its marks."""
 
 NO_WINDOW = Window(0, 0)
 
 Signs = tuple[tuple[int, tuple[str, Style]], ...]
-"""(column of the curves, (character, its style)), drawn over them."""
+"""(column, (character, its style)) of characters that are drawn over the curves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a chart.
+    """One curve of a chart.
 
     Attributes:
         length: number of values of the series so far.
-        color: a variable of the theme.
-        mirrored: drawn below zero.
+        color: name of a color variable of the theme.
+        mirrored: True if the curve is drawn below zero.
     """
 
     label: str
@@ -50,14 +50,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a chart shows, of any run.
+    """Description of a chart, for any run.
 
     Attributes:
-        fields: (series, label or lane, color, mirrored) for each curve.
-        log: True if `y` makes its axis logarithmic.
-        smoothed: the first curve gets a moving average over it.
-        least_range: the axis spans at least this share of the largest value, so that noise is flat.
-        from_zero: the axis begins at zero.
+        fields: (series, label or lane, color, mirrored) of each curve.
+        log: True if `y` makes the axis logarithmic.
+        smoothed: True if a moving average is drawn over the first curve.
+        least_range: minimum range of the axis as a fraction of the largest value, so that noise
+            looks flat.
+        from_zero: True if the axis begins at zero.
     """
 
     title: str
@@ -72,14 +73,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """The contents of a chart; equal plots look the same.
+    """Content of a chart; equal contents are drawn equally.
 
     Attributes:
         window: displayed positions of the first curve.
-        marks: (position, sign, color) of a checkpoint, a resume, a skipped step.
-        cursor: the position selected in all charts.
+        marks: (position, sign, color) of checkpoints, resumes and skipped steps.
+        cursor: position that is selected in all charts.
         axis: labels below the left and the right end.
-        log: its axis is logarithmic.
+        log: True if the axis is logarithmic.
     """
 
     kind: Kind
@@ -95,8 +96,8 @@ class Plot:
         return any(curve.mirrored for curve in self.curves)
 
     def range_of(self, low: float, high: float) -> Extent:
-        """Return the ends of the axis for values from `low` to `high`: noise is flat, and mirrored
-        halves have one scale."""
+        """Return the ends of the axis for values from `low` to `high`. The range is large enough
+        for noise to look flat, and symmetric if curves are mirrored."""
         if self.is_mirrored:
             high = max(abs(low), abs(high))
             low = -high
@@ -113,14 +114,14 @@ class Chart(Drawn[Plot]):
 
     @dataclass
     class Picked(Message):
-        """A position of the plot was clicked."""
+        """A position of the chart was clicked."""
 
         position: int
 
     DEFAULT_CSS = "Chart { height: 1fr; min-height: 4; }"
 
     def __init__(self, plot: Plot, *, id: str | None = None, pickable: bool = True) -> None:
-        """`pickable`: positions are steps, which can be selected."""
+        """`pickable`: True if positions are steps, which can be selected."""
         super().__init__(plot, id=id)
         self._pickable = pickable
         self._gutter = _GUTTER
@@ -153,13 +154,14 @@ class Chart(Drawn[Plot]):
         top = [marks] if self._has_mark_row(height) else []
         extents = self._extents("curves", 2 * inner)
         canvas = Canvas(inner, rows)
-        for number in reversed(range(len(extents))):  # the first one on top
+        for number in reversed(range(len(extents))):  # the first curve is on top
             canvas.draw(extents[number], low, high, number)
         body = self._body(canvas, labels)
         return [self.strip(self._title()), *top, *body, self.axis(*self.content.axis, self._gutter)]
 
     def _extents(self, what: str, columns: int) -> list[list[Extent]]:
-        """Return the extents of each curve in so many columns; outlines are cached by `what`."""
+        """Return the extents of each curve in `columns` columns; `what` is the key of cached
+        outlines."""
         extents = []
         for number, curve in enumerate(self.content.curves):
             outline = self._outlines.setdefault((what, number), Outline())
@@ -167,16 +169,16 @@ class Chart(Drawn[Plot]):
         return extents
 
     def _has_mark_row(self, height: int) -> bool:
-        """A low chart has its marks in the first row of the curve."""
+        """Return False for a low chart, which draws its marks over the first row of curves."""
         return height >= _HIGH and bool(self.content.marks)
 
     def _labels(self, low: float, high: float, rows: int) -> list[str]:
-        """Return the text of each line: at both ends, and in the middle of a high chart."""
+        """Return the label of each row: at both ends, and in the middle of a high chart."""
         labels = [""] * rows
         middle = [(rows // 2)] if rows > 4 else []
         for y in (0, *middle, rows - 1):
             share = y / max(rows - 1, 1)
-            value = high * (1 - share) + low * share  # exactly both ends: no "-7e-16 %"
+            value = high * (1 - share) + low * share  # exact at both ends: no "-7e-16 %"
             if self.content.is_mirrored:
                 value = 0.0 if y in middle else abs(value)
             labels[y] = self.content.kind.form(10**value if self.content.log else value)
@@ -195,7 +197,7 @@ class Chart(Drawn[Plot]):
             segments.append(Segment(f"{label} {figure}", style))
         if plot.log:
             segments.append(Segment(" log", self.style("foreground", dim=True)))
-        # Figures without room are left out whole, after a title that the others explain.
+        # Omit figures that do not fit, first the title if the labels of curves explain the chart.
         length = Segment.get_line_length
         if length(segments) > self._width and len(plot.kind.fields) > 1 and not plot.kind.smoothed:
             del segments[0]
@@ -236,7 +238,7 @@ class Chart(Drawn[Plot]):
         return self._with_signs(segments, signs)
 
     def _signs(self, inner: int, *, marks: bool) -> Signs:
-        """Return the signs drawn over a row: marks, and the cursor, which goes through all rows."""
+        """Return the signs drawn over a row: marks, and the cursor, which crosses all rows."""
         signs: dict[int, tuple[str, Style]] = {}
         for position, sign, color in self.content.marks if marks else ():
             if (column := self._column(position, inner)) is not None:
@@ -273,13 +275,13 @@ def _extents(curve: Curve, plot: Plot, outline: Outline, count: int) -> list[Ext
 # ---- braille
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of the dots, by column and row within a character."""
+"""Bits of the dots in a braille character, by column and row."""
 
 _BARS = tuple(
     tuple(tuple(sum(side[first : last + 1]) for last in range(4)) for first in range(4))
     for side in _DOTS
 )
-"""Return the dots of a column from row `first` to row `last` of a character."""
+"""Bits of the dots in a column from row `first` to row `last`, as `_BARS[column][first][last]`."""
 
 _NO_CURVE = 255
 
@@ -287,7 +289,7 @@ _SIGNS = [" ", *(chr(0x2800 + dots) for dots in range(1, 256))]
 
 
 class Canvas:
-    """Characters of `width` by `height`; each stores dots and the number of the last curve drawn
+    """`width` by `height` characters. Each stores its dots and the number of the last curve drawn
     there."""
 
     def __init__(self, width: int, height: int) -> None:
@@ -296,9 +298,9 @@ class Canvas:
         self._curve = [bytearray([_NO_CURVE] * width) for _ in range(height)]
 
     def draw(self, extents: Sequence[Extent], low: float, high: float, curve: int) -> None:
-        """Draw a curve of one extent per column of dots (2 * width of them), joined to the next.
+        """Draw a curve, given one extent per column of dots (2 * width); neighbors are connected.
 
-        `low` is the lowest row of dots, `high` the highest; they differ.
+        `low` is the value of the lowest row of dots, `high` that of the highest; they must differ.
         """
         lowest = self.height * 4 - 1
         scale = lowest / (high - low)
@@ -311,7 +313,7 @@ class Canvas:
             bottom = lowest - _row(least, low, scale, lowest)
             if last is None:
                 self._column(column, top, bottom, curve)
-            else:  # up or down to the end of the last column
+            else:  # extend to the end of the last column
                 first = min(top, last[1] + 1)
                 self._column(column, first, max(bottom, last[0] - 1), curve)
             last = (top, bottom)
@@ -326,7 +328,8 @@ class Canvas:
             self._curve[y][x] = curve
 
     def row(self, y: int) -> list[tuple[str, int | None]]:
-        """Return runs of characters of one curve: (text, curve), None if nothing is drawn."""
+        """Return runs of characters of one curve: (text, curve), with None for undrawn
+        characters."""
         cells = zip(self._curve[y], self._dots[y], strict=True)
         return [
             ("".join(_SIGNS[dots] for _, dots in run), None if curve == _NO_CURVE else curve)
@@ -335,17 +338,17 @@ class Canvas:
 
 
 _HALF = 0.5 + 1e-9
-"""What lies between two rows of dots, but for rounding, is in the upper one."""
+"""Rounding offset: a value halfway between two rows, up to rounding errors, is in the upper one."""
 
 
 def _row(value: float, low: float, scale: float, highest: int) -> int:
-    """Return the row of dots, counted from below."""
+    """Return the row of dots of a value, counted from the bottom."""
     row = int((value - low) * scale + _HALF)
     return 0 if row < 0 else highest if row > highest else row
 
 
 def logarithmic(extent: Extent) -> Extent:
-    """Return the logarithms of an extent's positive part."""
+    """Return the logarithms of the positive part of an extent."""
     low, high = extent
     if high <= 0:
         return NOTHING
@@ -353,7 +356,7 @@ def logarithmic(extent: Extent) -> Extent:
 
 
 def bounds(extents: Sequence[Sequence[Extent]]) -> Extent | None:
-    """Return minimum and maximum of several curves; None if there is nothing to draw."""
+    """Return minimum and maximum of several curves; None if nothing can be drawn."""
     known = [extent for curve in extents for extent in curve if extent != NOTHING]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Colors, and widgets that draw all lines at once: only changed lines go to the terminal."""
+"""Colors, and a widget base class that redraws only changed lines on the terminal."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ STATE_COLORS = {
     "unknown": "warning",
 }
 RUN_COLORS = ("error", "success", "secondary", "accent")
-"""Colors of the overlaid runs, in every chart; the header says whose they are."""
+"""Colors of the overlaid runs in every chart; the header shows which run has which color."""
 OWNER_COLORS = ("primary", "success", "foreground", "accent", "secondary", "error")
-"""Colors of the owners of memory, in the order of the bars. In Textual's own themes "warning" is
-the color of "accent"."""
+"""Colors of memory owners, in the order of the bars. "warning" is missing, because it equals
+"accent" in Textual's own themes."""
 
 FILLS = "█▓▒▚▞"
-"""Fill characters of the owners. There are 5, and 6 colors: no two of 30 owners look alike."""
+"""Fill characters of owners. With 5 fills and 6 colors, 30 owners all look different."""
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-"""Cells that are filled from below, by eighths."""
+"""Cells filled from below, by eighths."""
 
 CACHE, OTHERS = "=", "-"
-"""The fills of the cache of torch's allocator, and of the memory of other programs."""
+"""Fill characters of the allocator's cache and of the memory of other programs."""
 
 
 PLAIN = Style.null()
@@ -58,17 +58,17 @@ PLAIN = Style.null()
 
 @lru_cache(maxsize=256)
 def styled(color: str, bold: bool = False, dim: bool = False) -> Style:
-    """Return a color of a theme's variables, "" for the terminal's own."""
+    """Return a style with a theme color; "" is the terminal's default color."""
     return Style.parse(rich_color(color)) + Style(bold=bold, dim=dim)
 
 
 def shade(variables: Mapping[str, str], name: str) -> str:
-    """Return a theme's color in the shade that stands out from its background, light or dark."""
+    """Return a theme color in the shade that contrasts with the theme's background."""
     return variables.get(f"text-{name}") or variables.get(name, "")
 
 
 def rich_color(color: str) -> str:
-    """Return Rich's name of a theme's color."""
+    """Return Rich's name of a theme color."""
     name = color.removeprefix("ansi_").strip()
     return "default" if not name or name == "default" or name.startswith("auto") else name
 
@@ -77,7 +77,7 @@ Content = TypeVar("Content")
 
 
 class Drawn(Widget, Generic[Content]):
-    """A widget that draws a value; equal ones look the same."""
+    """A widget that draws a value; equal values are drawn equally."""
 
     def __init__(self, content: Content, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -86,15 +86,15 @@ class Drawn(Widget, Generic[Content]):
         self._drawn: object = None
         self._look: tuple[object, ...] = ()
         self._colors: dict[str, str] = {}
-        self._base = PLAIN  # the widget's: the theme's background may not be the terminal's
-        self._width = self._height = 0  # of the drawn strips: `size` is computed on each call
+        self._base = PLAIN  # the widget's style: its background may differ from the terminal's
+        self._width = self._height = 0  # of the drawn strips; `size` is computed on each call
 
     def draw(self, width: int, height: int) -> list[Strip]:
-        """Return the lines from the top; missing ones are empty."""
+        """Return the lines from top to bottom; missing lines are empty."""
         raise NotImplementedError
 
     def show(self, content: Content) -> None:
-        """Redraw if the content has changed; only changed lines go to the terminal."""
+        """Redraw if the content has changed; only changed lines are sent to the terminal."""
         if content == self.content:
             return
         self.content = content
@@ -110,11 +110,12 @@ class Drawn(Widget, Generic[Content]):
         return self._strips[y] if y < len(self._strips) else self.strip(())
 
     def on_show(self) -> None:
-        """Draw every line: lines that changed while the widget was hidden have not been drawn."""
+        """Redraw every line, because lines that changed while the widget was hidden were not
+        drawn."""
         self.refresh()
 
     def strip(self, segments: Iterable[Segment]) -> Strip:
-        """Return a line of the widget, which ends in an ellipsis where it is cut. Every segment has
+        """Return a line of the widget, which ends with an ellipsis if it is cut. Every segment has
         a style, as the NO_COLOR filter requires."""
         width, base = self._width, self._base
         styled = [
@@ -127,7 +128,8 @@ class Drawn(Widget, Generic[Content]):
         return strip.adjust_cell_length(width, base)
 
     def axis(self, first: str, last: str, gutter: int) -> Strip:
-        """Return the labels below both ends of a chart that begins after `gutter` columns."""
+        """Return a line with labels below both ends of a chart that begins after `gutter`
+        columns."""
         inner = max(self._width - gutter, 0)
         text = f"{first}{last:>{max(inner - len(first), 1)}}" if inner > 20 else last
         return self.strip(
@@ -135,16 +137,16 @@ class Drawn(Widget, Generic[Content]):
         )
 
     def owner(self, number: int) -> tuple[str, Style]:
-        """Return fill character and style of an owner of memory, by its number on the screen."""
+        """Return fill character and style of a memory owner, by its index on the screen."""
         color = OWNER_COLORS[number % len(OWNER_COLORS)]
         return FILLS[number % len(FILLS)], self.style(color)
 
     def style(self, color: str, *, bold: bool = False, dim: bool = False) -> Style:
-        """Return a color of the theme as it is while the widget is drawn."""
+        """Return a style with a color of the theme that the widget was last drawn with."""
         return styled(shade(self._colors, color), bold, dim)
 
     def _bring_up(self) -> None:
-        """Draw if necessary."""
+        """Redraw the strips if size, theme or content have changed."""
         look = (self.size, self.app.size, self.app.theme)
         if look != self._look:
             self._look, self._drawn = look, None

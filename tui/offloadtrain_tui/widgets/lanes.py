@@ -19,17 +19,17 @@ _NAME_WIDTH = 11
 NO_SPANS = Spans()
 _BUSY_WIDTH = 16
 LEAST_MS = 0.05
-"""Shorter waits of compute are not listed."""
+"""Shorter waits of compute are not listed, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The contents of a timeline.
+    """Content of a timeline.
 
     Attributes:
-        start: of the run, for the words of the lanes.
+        start: record of the run's start, which determines the names of lanes.
         zoom: magnification of the step.
-        offset: position of the left edge, 0 to 1, within the hidden part.
+        offset: position of the left edge in the hidden part, from 0 to 1.
     """
 
     step: int
@@ -40,14 +40,14 @@ class Lanes:
 
     @property
     def shown(self) -> tuple[float, float]:
-        """The displayed interval in milliseconds."""
+        """Start and end of the displayed interval, in milliseconds."""
         width = self.spans.end_ms / self.zoom
         start = self.offset * (self.spans.end_ms - width)
         return start, start + width
 
     def by_lane(self) -> dict[str, list[schema.LaneSpan]]:
-        """Return the lanes, top to bottom, with their spans in order; rare lanes only if they have
-        any."""
+        """Return the lanes from top to bottom, with their spans in order of time. Additional lanes
+        are included only if they have spans."""
         spans_by_lane: dict[str, list[schema.LaneSpan]] = {}
         for span in sorted(self.spans, key=lambda span: span.start_ms):
             spans_by_lane.setdefault(span.lane, []).append(span)
@@ -60,12 +60,12 @@ class Lanes:
 
 
 class Timeline(Drawn[Lanes]):
-    """One row per lane, an axis, and, space permitting, the longest waits of compute."""
+    """One row per lane, an axis, and the longest waits of compute."""
 
     DEFAULT_CSS = "Timeline { height: 1fr; min-height: 6; }"
 
     def __init__(self, lanes: Lanes, *, waits: int = 0, id: str | None = None) -> None:
-        """`waits`: most waits of compute listed below."""
+        """`waits`: largest number of listed waits of compute."""
         super().__init__(lanes, id=id)
         self._most_waits = waits
 
@@ -120,7 +120,8 @@ class Timeline(Drawn[Lanes]):
 
 
 def union_ms(spans: Sequence[schema.LaneSpan]) -> float:
-    """Return the time in which at least one of the sorted spans ran; spans of compute may nest."""
+    """Return the time in which at least one of the sorted spans ran; compute spans may be
+    nested."""
     total = done_ms = 0.0
     for span in spans:
         end_ms = span.start_ms + span.duration_ms
@@ -130,7 +131,7 @@ def union_ms(spans: Sequence[schema.LaneSpan]) -> float:
 
 
 def labelled(spans: Sequence[schema.LaneSpan], start: float, end: float, width: int) -> str:
-    """Draw a lane as `width` characters: filled where it worked, with names if they fit."""
+    """Draw a lane as `width` characters, filled where spans ran, with their names if they fit."""
     scale = width / (end - start) if end > start else 0.0
     filled = [0.0] * width
     for span in spans:

@@ -1,5 +1,5 @@
-"""Tables updated cell by cell, which keeps cursor and scroll position. Text that is drawn only if
-it changed, and laid out again only if it may need other lines."""
+"""Tables that are updated cell by cell, which preserves cursor and scroll position, and texts that
+are updated only if they have changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Cell = str | Text
 
 
 def fill(table: DataTable[Text], columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """Make the table show these rows. Plain strings are shown as they are: they are no markup."""
+    """Display these rows in the table. Strings are not parsed as markup."""
     if [key.value for key in table.columns] != list(columns):
         table.clear(columns=True)
         for column in columns:
@@ -26,22 +26,22 @@ def fill(table: DataTable[Text], columns: Sequence[str], rows: Sequence[Sequence
             continue
         for shown, cell in zip(table.ordered_columns, row, strict=True):
             known = table.get_cell(str(number), shown.key)
-            if known != cell or known.style != cell.style:  # equal texts may differ in their style
-                # A change of widths lays out the screen: columns only grow.
+            if known != cell or known.style != cell.style:  # `==` of texts ignores their style
+                # A change of a column's width lays out the screen, so columns only grow.
                 wider = cell.cell_len > shown.content_width
                 table.update_cell(str(number), shown.key, cell, update_width=wider)
 
 
 def tell(widget: Static, text: Text | str) -> None:
-    """Show a text; plain strings are no markup."""
+    """Display a text; strings are not parsed as markup. Lay out the screen only if necessary."""
     shown, before = Text(text) if isinstance(text, str) else text, widget.content
     if before != shown:
         widget.update(shown, layout=not _same_lines(before, shown, widget.content_size.width))
 
 
 def _same_lines(before: object, shown: Text, width: int) -> bool:
-    """Return whether both texts have the same number of lines, and no line wraps at this width. A
-    layout of the screen takes longer than drawing it."""
+    """Return True if both texts have the same number of lines, and no line wraps at this width. The
+    layout of the screen, which takes longer than drawing it, is then unchanged."""
     if not isinstance(before, Text) or before.plain.count("\n") != shown.plain.count("\n"):
         return False
     lines = (line for text in (before, shown) for line in text.split("\n", allow_blank=True))

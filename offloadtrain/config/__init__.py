@@ -1,8 +1,8 @@
 """The user's settings: jobs, the options of `offload()`, model shapes, errors.
 
-Standard library only; loads in milliseconds. Nothing here reads the machine or knows torch.
-`job.py` is a whole job (`load`, `loads`, `dump`) and what `--set` changes, `sections.py` has its
-tables and the ranges of their values, `offload.py` the options of `offload()` and the table
-`[offload]`, `toml.py` the reader.
+Standard library only; imports in milliseconds. Nothing here reads the machine or imports torch.
+`job.py` has the whole job (`load`, `loads`, `dump`) and the effects of `--set`, `sections.py` has
+the tables of a job and the ranges of their values, `offload.py` has the options of `offload()` and
+the table `[offload]`, `toml.py` is the reader.
 Start at `job.Config`.
 """

@@ -1,9 +1,9 @@
-"""The split of a job's global batch over ranks, of its layers over the stages of a pipeline, of
-their matrices into parts, and of the state into shards.
+"""The split of a job over ranks: the global batch, the layers into stages of a pipeline, the
+matrices into parts, and the state into shards.
 
-A step uses the same samples on any number of ranks. The ranks of all parts are neighbours, then
-those that share a copy of the state: rank = ((stage x copies + copy) x shards + shard) x parts +
-part. Ranks that hold different experts are neighbours, too, among those that share the state.
+A step uses the same samples for any number of ranks. Ranks of different parts are adjacent, then
+ranks that share a copy of the state: rank = ((stage x copies + copy) x shards + shard) x parts +
+part. Among the ranks that share the state, ranks with different experts are adjacent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def parse_ranks(flag: str, text: str) -> int:
     """Parse a number of ranks from the command line.
 
     Raises:
-        ConfigError: not a number, or out of range.
+        ConfigError: if the text is not a number or out of range.
     """
     if len(text) > 9 or not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_RANKS:
         raise ConfigError(
@@ -31,11 +31,10 @@ def parse_ranks(flag: str, text: str) -> int:
 
 
 def replicas(config: Config, ranks: int) -> int:
-    """Return how many ranks divide the batch: those of one stage of the pipeline, and one part.
+    """Return the number of ranks that divide the batch: the ranks of one stage and one part.
 
     Raises:
-        ConfigError: the ranks cannot be divided into the stages, or into the parts, or hold
-            different experts.
+        ConfigError: if the ranks are not divisible by the stages, parts and experts.
     """
     parts, experts, stages = config.ranks.tensor, config.ranks.expert, config.ranks.pipeline
     together = experts * parts * stages
@@ -66,10 +65,10 @@ def replicas(config: Config, ranks: int) -> int:
 
 
 def shards(config: Config, ranks: int) -> int:
-    """Return how many ranks share one copy of the state of their part of the model.
+    """Return the number of ranks that share one copy of the state of their part of the model.
 
     Raises:
-        ConfigError: as `replicas`, or the replicas cannot be divided into such groups.
+        ConfigError: as in `replicas`, or if the replicas are not divisible into such groups.
     """
     count, size = replicas(config, ranks), config.ranks.shard
     if not size:
@@ -86,7 +85,7 @@ def shards(config: Config, ranks: int) -> int:
 
 
 def of_stage(config: Config, index: int) -> Config:
-    """Return the part of a job that is one stage of its pipeline: a model of fewer layers."""
+    """Return the job of one stage of the pipeline: a model with fewer layers."""
     stage = config.ranks.stage(index, config.model.num_layers)
     hf = None if config.hf is None else config.hf.of_stage(stage)
     model = replace(config.model, num_layers=stage.layers)
@@ -94,19 +93,19 @@ def of_stage(config: Config, index: int) -> Config:
 
 
 def held_stages(ranks: RanksConfig, place: int, layers: int) -> tuple[Stage, ...]:
-    """Return the stages that a rank holds.
+    """Return the stages of a rank.
 
     Args:
-        place: its place in its pipeline.
-        layers: of the whole model.
+        place: the position of the rank in its pipeline.
+        layers: number of layers of the whole model.
     """
     numbers = range(place, ranks.stages, ranks.pipeline)
     return tuple(ranks.stage(number, layers) for number in numbers)
 
 
 def part_of(config: Config, rank: int) -> str:
-    """Return, for example, "part 1 of 2": what a rank holds of every matrix; or "experts 0 to 3";
-    or both; "" of all of them."""
+    """Return the rank's part of every matrix, for example "part 1 of 2", or "experts 0 to 3", or
+    both; "" if the rank has all."""
     parts, experts = config.ranks.tensor, config.ranks.expert
     names = [] if parts == 1 else [f"part {rank % parts + 1} of {parts}"]
     if experts > 1:
@@ -118,11 +117,11 @@ def part_of(config: Config, rank: int) -> str:
 
 
 def group_of(config: Config, ranks: int, rank: int) -> str:
-    """Return, for example, "group 2 of 2": the ranks with which one shares a copy of the state; ""
-    where there is one copy.
+    """Return the group of ranks that share the rank's copy of the state, for example "group 2 of
+    2"; "" if there is only one copy.
 
     Raises:
-        ConfigError: as `shards`.
+        ConfigError: as in `shards`.
     """
     each, every = shards(config, ranks), replicas(config, ranks)
     replica = rank // config.ranks.tensor % every
@@ -138,11 +137,11 @@ def _stage_of(config: Config, ranks: int, rank: int) -> str:
 
 
 def roles(config: Config, ranks: int) -> tuple[str, ...]:
-    """Return what each rank is in the pipeline, of the copies of the state and of the matrices, for
-    messages; nothing where all are alike.
+    """Return the role of each rank for messages: its stage, its copy of the state and its part of
+    the matrices. Returns nothing if all ranks have the same role.
 
     Raises:
-        ConfigError: as `shards`.
+        ConfigError: as in `shards`.
     """
     names = []
     for rank in range(ranks):
@@ -152,14 +151,14 @@ def roles(config: Config, ranks: int) -> tuple[str, ...]:
 
 
 def shared(config: Config, ranks: int) -> Config:
-    """Return the job of one of `ranks` ranks: the same steps of the same tokens, divided.
+    """Return the job of one of `ranks` ranks: the same steps with the same tokens, divided.
 
-    A rank gets fewer microbatches, or smaller ones if the number is not divisible. The ranks of
-    different stages of a pipeline, and of different parts of matrices, get the same ones.
+    A rank gets fewer microbatches, or smaller ones if the number is not divisible. Ranks of
+    different stages and of different parts of matrices get the same microbatches.
 
     Raises:
-        ConfigError: the sequences of a step are not divisible by the ranks, or the ranks by the
-            stages; or there are fewer microbatches than stages.
+        ConfigError: if the sequences of a step are not divisible by the ranks, or the ranks by the
+            stages, or there are fewer microbatches than stages.
     """
     train, ranks = config.train, replicas(config, ranks)
     sequences = train.micro_batch * train.grad_accum_steps
@@ -171,7 +170,7 @@ def shared(config: Config, ranks: int) -> Config:
             f"train.grad_accum_steps = {train.grad_accum_steps}), which {ranks} ranks cannot share "
             f"evenly: take {fitting}, or a batch that {ranks} divides"
         )
-    # All but GPipe need a microbatch for each rank of the pipeline.
+    # All schedules except GPipe need a microbatch for each rank of the pipeline.
     schedule = config.ranks.schedule
     least = 1 if schedule == "gpipe" else config.ranks.pipeline
     sizes = range(min(train.micro_batch, per_rank // least), 0, -1)
@@ -200,7 +199,7 @@ def shared(config: Config, ranks: int) -> Config:
 
 
 def _rounds(config: Config, microbatches: int) -> bool:
-    """Tell whether "interleaved" can divide the microbatches into rounds."""
+    """Return True if "interleaved" can divide the microbatches into rounds."""
     rounds = max(1, microbatches // config.ranks.pipeline)
     return config.ranks.schedule != INTERLEAVED or microbatches % rounds == 0
 

@@ -1,7 +1,7 @@
-"""Commands that a job names (`train.on_alert`, `train.on_end`), and whose word is taken for them.
+"""Commands in a job (`train.on_alert`, `train.on_end`), and the files that may set them.
 
-A job file may lie in a run folder that somebody else has sent. Whoever trains that job runs their
-model, which is data; their commands would be code. Standard library only.
+A job file may be in a run folder from another person. Training that job runs their model, which
+is data; but their commands would be code. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _SAME_BYTES = 1 << 20
 
 
 def is_command(words: Sequence[str]) -> bool:
-    """Return whether this is a program and its arguments, or nothing."""
+    """Return True if the words are a program and its arguments, or empty."""
     return not words or (words[0] != "" and all(word.isprintable() for word in words))
 
 
 def check_origin(path: str | Path, text: str, named: Sequence[str]) -> None:
-    """Refuse commands of a job file that another user, or a run folder, has brought.
+    """Refuse commands in a job file of another user or in a run folder.
 
     Args:
-        text: the job as read from `path`: a file exchanged since then is refused too.
+        text: the job as read from `path`. A file that has changed since then is also refused.
         named: the keys among `KEYS` that the file sets.
 
     Raises:
-        ConfigError: naming the keys.
+        ConfigError: with the names of the keys.
     """
     if named and (why := _foreign(Path(path), text)):
         raise ConfigError(
@@ -41,7 +41,7 @@ def check_origin(path: str | Path, text: str, named: Sequence[str]) -> None:
 
 
 def _foreign(path: Path, text: str) -> str:
-    """Return why the file is not the user's own word; "" if it is."""
+    """Return the reason not to trust the file; "" if the user owns it."""
     try:
         trusted = read_text(path, max_bytes=_SAME_BYTES, follow_link=True, trusted_owner=True)
     except UnsafeFileError as error:

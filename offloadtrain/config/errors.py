@@ -1,25 +1,25 @@
-"""The errors that are printed as one message without a traceback."""
+"""Errors that are printed as one message without a traceback."""
 
 import os
 from pathlib import Path
 
 
 class OffloadTrainError(Exception):
-    """The base of all our errors; messages name the request, the available amount, and the key to
-    change."""
+    """The base of all errors of offloadtrain. Messages name the request, the available amount, and
+    the key to change."""
 
 
 class InputError(OffloadTrainError):
-    """What the user gave is wrong: an argument, a job, a model, data. Whoever finds it, the command
-    ends with exit code 2."""
+    """Input of the user is wrong: an argument, a job, a model, or data. The command ends with exit
+    code 2."""
 
 
 class ConfigError(InputError):
     """A job that breaks a rule.
 
     Attributes:
-        problems: one sentence per broken rule, each beginning with the file (or `--set`) and the
-            dotted key; the message is these sentences, one per line.
+        problems: one sentence per broken rule, which begins with the file (or `--set`) and the
+            dotted key. The message has one of these sentences per line.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -34,16 +34,16 @@ def require_path(path: str | Path) -> None:
 
 
 def broken(*rules: tuple[object, str]) -> list[str]:
-    """Return the sentences of those rules that are broken.
+    """Return the sentences of the broken rules.
 
     Args:
-        rules: (true if the rule is broken, the sentence that says so).
+        rules: pairs of a condition, true if the rule is broken, and the sentence to report.
     """
     return [sentence for is_broken, sentence in rules if is_broken]
 
 
 class ModelError(InputError):
-    """A model that cannot be offloaded, or that was changed after it was."""
+    """A model that cannot be offloaded, or that changed after `offload`."""
 
 
 class HostMemoryError(OffloadTrainError):
@@ -59,4 +59,4 @@ class DeviceMemoryError(OffloadTrainError):
 
 
 class PipelineError(InputError):
-    """A model that cannot be cut into stages, or a schedule that cannot run it."""
+    """A model that cannot be divided into stages, or a schedule that cannot run it."""

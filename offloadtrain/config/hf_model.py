@@ -1,7 +1,7 @@
-"""`model.hf` of a job: a model of transformers, as far as its folder says without any package.
+"""`model.hf` of a job: a model of transformers, as described by the files of its folder.
 
-Standard library only: config.json is read as JSON. What the model is made of, its parameters,
-needs transformers: `integrations/hf_job.py` adds that.
+Standard library only: config.json is read as JSON. The parameters of the model need the package
+transformers, see `integrations/hf_job.py`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from offloadtrain.config.option import POSITIVE, at_least, out_of_range, ranged
 from offloadtrain.config.ranks_options import Stage
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-"""Keys of config.json that say nothing of the model."""
+"""Keys of config.json that do not describe the model."""
 _MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """`model.lora`: adapters beside a frozen base.
+    """`model.lora`: adapters in addition to a frozen base.
 
     Attributes:
         r: rank of the adapters.
         alpha: the adapters' product is scaled by alpha / r.
-        dropout: probability, before an adapter.
-        target_modules: names of linear layers; empty: those that PEFT chooses for the class.
+        dropout: dropout probability before an adapter.
+        target_modules: names of linear layers; empty: the layers that PEFT chooses for the class.
     """
 
     r: int = ranged(8, at_least(1))
@@ -48,14 +48,14 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class ParamShape:
-    """A parameter by its qualified name.
+    """A parameter with its qualified name.
 
     Attributes:
-        hidden: a matrix that only layers of a list have, and no embedding.
-        fp32: the model itself keeps it in fp32, whatever the precision.
-        expert_parts: ranks each of which holds another tensor like it: those of one share its
-            state.
-        divided: the dimension that the parts of tensor parallel divide; None: each holds it whole.
+        hidden: True for a matrix of the layers in a list, without embeddings.
+        fp32: the model stores the parameter in fp32 at every precision.
+        expert_parts: number of ranks that each have a different tensor of this shape; ranks with
+            the same tensor share its state.
+        divided: the dimension that tensor parallel divides; None: each part has the whole tensor.
     """
 
     name: str
@@ -67,7 +67,7 @@ class ParamShape:
     divided: int | None = None
 
     def of_part(self, parts: int) -> ParamShape:
-        """Return what one of so many parts holds of it."""
+        """Return the tensor of one of `parts` parts."""
         if self.divided is None:
             return self
         sizes = list(self.sizes)
@@ -91,15 +91,16 @@ class HfModel:
     """A model of transformers.
 
     Attributes:
-        hf: a folder, or the name of a model in the cache of Hugging Face; of any other module that
-            is only planned, its class.
-        init: "weights": fine-tune those of the folder; "random": pre-train from its config.json.
-        lora: train adapters beside the frozen model, not the model.
+        hf: a folder, or the name of a model in the cache of Hugging Face; for any other module in a
+            plan, its class.
+        init: "weights": fine-tune the weights of the folder; "random": pre-train from its
+            config.json.
+        lora: train adapters next to the frozen model, not the model.
         use_liger_kernel: train with Liger's fused kernels and its fused loss, on a GPU.
-        quantized: how config.json says that the weights are quantized; empty: they are not.
-        identity: hash of what config.json says of the model.
-        parts: every parameter; None until `integrations/hf_job.py` has looked.
-        tensors_before: of a stage of a pipeline, the parameters of earlier ones.
+        quantized: the quantization that config.json states; empty: none.
+        identity: hash of the description of the model in config.json.
+        parts: every parameter; None before `integrations/hf_job.py` has read them.
+        tensors_before: for a stage of a pipeline, the number of parameters of earlier stages.
     """
 
     hf: str
@@ -113,12 +114,14 @@ class HfModel:
 
     @property
     def folder(self) -> Path:
-        """Raises FileNotFoundError: neither a folder nor a name in the cache."""
+        """The folder of the model. Raises FileNotFoundError if `hf` is neither a folder nor in the
+        cache."""
         return find_folder(self.hf)
 
     @property
     def unquantized(self) -> str:
-        """What training starts from, as quantized weights have no gradients; empty: its weights."""
+        """A sentence with the start of training for quantized weights, which have no gradients;
+        else ""."""
         if not self.quantized:
             return ""
         method = self.quantized.partition(",")[0]
@@ -128,7 +131,7 @@ class HfModel:
         )
 
     def of_stage(self, stage: Stage) -> HfModel:
-        """Return the part of it that is a stage of a pipeline, as
+        """Return the part of the model that is a stage of a pipeline, in the same way as
         `parallel.pipeline.stage_modules.divide` divides the module."""
         if self.parts is None:
             return self
@@ -145,7 +148,8 @@ _UNQUANTIZED = {
     "fp8": f"{_LOADED}, quantization_config=FineGrainedFP8Config(dequantize=True))",
     "bitsandbytes": f"{_LOADED}).dequantize()",
 }
-"""Method of quantization → how transformers makes 16-bit weights; the others cannot be undone."""
+"""Maps a method of quantization to the call that makes 16-bit weights; other methods have no such
+call."""
 
 
 PUBLISHED_MODELS = Path(__file__).with_name("published_models.json")
@@ -153,14 +157,15 @@ PUBLISHED_MODELS = Path(__file__).with_name("published_models.json")
 
 @cache
 def published_models() -> dict[str, dict[str, Any]]:
-    """Return what plans need of the config.json of published models, by their names on the Hub."""
+    """Return the parts of config.json that plans need, for published models, by their names on the
+    Hub."""
     models = json.loads(PUBLISHED_MODELS.read_text(encoding="utf-8"))["models"]
     return {name: entry["config"] for name, entry in models.items()}
 
 
 def published_name(name: str) -> str:
-    """Return the published model of this name, with or without its organization and what it was
-    tuned for (-Instruct, -it); empty: none."""
+    """Return the published model with this name, with or without its organization and a suffix such
+    as -Instruct or -it; empty: none."""
 
     def bare(known: str) -> str:
         last = known.rpartition("/")[2].lower().removeprefix("meta-")
@@ -170,11 +175,11 @@ def published_name(name: str) -> str:
 
 
 def config_of_name(name: str) -> dict[str, Any]:
-    """Return config.json of a folder or of a name in the Hub's cache; of a published model that is
-    not there, what is known of it.
+    """Return config.json of a folder or of a name in the Hub's cache. For a published model that is
+    not there, return the known part of its config.json.
 
     Raises:
-        FileNotFoundError: neither. And as `read_config`.
+        FileNotFoundError: if there is none. Also raises the errors of `read_config`.
     """
     try:
         folder = find_folder(name)
@@ -186,10 +191,11 @@ def config_of_name(name: str) -> dict[str, Any]:
 
 
 def find_folder(name: str) -> Path:
-    """Return the folder of a model: `name` itself, or where the Hub's cache has its main revision.
+    """Return the folder of a model: `name` itself, or the folder of its main revision in the Hub's
+    cache.
 
     Raises:
-        FileNotFoundError: neither has a config.json.
+        FileNotFoundError: if neither has a config.json.
     """
     if (Path(name) / "config.json").is_file():
         return Path(name)
@@ -209,7 +215,7 @@ def find_folder(name: str) -> Path:
 
 
 def require_folder(hf: HfModel | None) -> None:
-    """Raises ConfigError for a published model of which only the sizes are known here."""
+    """Raise ConfigError for a published model if only its sizes are known on this machine."""
     if hf is None:
         return
     try:
@@ -222,12 +228,13 @@ def read_config(folder: Path, *, requested: Container[str] = ()) -> dict[str, An
     """Return config.json of a folder.
 
     Args:
-        requested: keys for which the caller has a value of its own, such as attn_implementation.
+        requested: keys for which the caller has its own value, for example attn_implementation.
 
     Raises:
-        UnsafeFileError, OSError: it cannot be read, leads out of the folder, or is not JSON.
-        ValueError: it is not a JSON object, makes transformers load code, or has a shape that no
-            model has.
+        UnsafeFileError, OSError: if the file cannot be read, leads out of the folder, or is not
+            JSON.
+        ValueError: if it is not a JSON object, makes transformers load code, or has an impossible
+            shape.
     """
     path = folder / "config.json"
     content = read_json(inside(path), max_bytes=_MOST_BYTES)
@@ -241,7 +248,7 @@ _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""Of the values of these keys, those for which transformers loads no package and no code."""
+"""Allowed values of these keys, for which transformers loads no package and no code."""
 
 _MOST = {
     r"(layer|block|depth)s?$": MOST_LAYERS,
@@ -249,7 +256,7 @@ _MOST = {
     r"vocab_size$": MOST_TOKENS,
     r"(?<!vocab_)(size|dim|inner|embd|d_model|d_ff)$": 1 << 20,
 }
-"""What the ends of keys count, and how much of it a model may have."""
+"""Maps a pattern of keys to the largest value that a model may have."""
 _AT_LEAST_1 = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 
 
@@ -275,7 +282,7 @@ def _check_values(path: Path, table: Mapping[str, Any], requested: Container[str
 
 
 def identity_of(config: Mapping[str, Any]) -> str:
-    """Return a hash of what a config.json says of the model."""
+    """Return a hash of the description of the model in config.json."""
     stable = {key: value for key, value in config.items() if key not in _VOLATILE}
     return sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()
 
@@ -294,11 +301,11 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that a plan estimates activations and arithmetic by: that of our transformer
-    with the numbers of this config.json. Parameters are never counted by it.
+    """Return the shape with which a plan estimates activations and arithmetic: the shape of the
+    project's transformer with the numbers of this config.json. Parameters are counted differently.
 
     Raises:
-        ValueError: naming the number that config.json lacks.
+        ValueError: with the name of the number that config.json lacks.
     """
     nested = config.get("text_config")
     text = nested if isinstance(nested, Mapping) and nested else config
@@ -328,11 +335,11 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 HF_KEYS = ("hf", "init", "lora", "use_liger_kernel")
-"""Keys of the section; those of the model's shape are config.json's."""
+"""Keys of the section. The keys of the model's shape are in config.json."""
 
 
 def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
-    """Return `model.hf` and what goes with it, as written."""
+    """Return `model.hf` and its related keys, as written."""
     for key in ("size", *toml.field_kinds(ModelShape)):
         if key not in table:
             continue
@@ -350,7 +357,7 @@ def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
 
 
 def _quantized(entry: object) -> str:
-    """Return a method of quantization with its bits, as config.json states them."""
+    """Return the method of quantization and its bits, as config.json states them."""
     if entry is None:
         return ""
     values = entry if isinstance(entry, Mapping) else {"quant_method": entry}
@@ -362,7 +369,7 @@ def _quantized(entry: object) -> str:
 def with_config_json(
     job: toml.Job, hf: HfModel, config: toml.Table | None
 ) -> tuple[HfModel, ModelShape | None]:
-    """Return the model with its identity, and its shape, by its config.json."""
+    """Return the model with its identity, and the shape, both from config.json."""
     try:
         content = config_of_name(hf.hf) if config is None else config
         quantized = _quantized(content.get("quantization_config"))

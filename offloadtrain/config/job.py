@@ -1,13 +1,13 @@
-"""A job: one TOML file read into frozen dataclasses, every rule checked once.
+"""A job: one TOML file, read into frozen dataclasses, with every rule checked once.
 
-Standard library only. `load` is the entry point; its result satisfies every rule of this folder, so
-nothing downstream checks again. `dump` writes the resolved job, which loads back equal.
+Standard library only. `load` is the entry point. Its result satisfies every rule of this folder, so
+later code does not check again. `dump` writes the resolved job, and loading it gives an equal job.
 
 [Note: Overrides]
-An override that shortens a job or changes its data states an intent. Keys of the file for the long
-run or the other data would only make it fail: `drop_overruled_keys` replaces keys of the file that
-overrides contradict, and reports it. Overridden keys are never replaced, and contradictions within
-the file are refused as usual.
+An override that shortens a job or changes its data states an intent. Keys of the file that were
+meant for the long run or the other data would only make it fail. Therefore `drop_overruled_keys`
+replaces keys of the file that contradict an override, and reports each one. Overridden keys are
+never replaced, and contradictions within the file are refused as usual.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 """The defaults of [offload] in a job."""
 
 _OF_TRAIN = ("grad_accum_steps", "seed", "checkpoint_spill")
-"""Options of `offload` that a job has in [train]."""
+"""Options of `offload` that a job sets in [train]."""
 
 _NO_KEYS = (*_OF_TRAIN, "activation_policy")  # a function
 
 OFFLOAD_KEYS = {name: option for name, option in OPTIONS.items() if name not in _NO_KEYS}
-"""Key of [offload] → the option."""
+"""Maps a key of [offload] to its option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,14 @@ class Config:
     """A whole job.
 
     Attributes:
-        name: a part of the run folder's name.
-        model: our transformer's shape; of a model of transformers, what a plan estimates by.
+        name: part of the name of the run folder.
+        model: shape of the project's transformer; for a model of transformers, the shape with which
+            a plan estimates.
         hf: the model of transformers to train instead.
-        runs_dir: where the run's folder is made.
-        offload: what `offload` takes. Its `grad_accum_steps`, `seed` and `checkpoint_spill` are
-            always those of `train`, which describes batches and the run.
-        stage: the stage of a pipeline that `model` is; None: the whole model. No key of a job.
+        runs_dir: parent of the run folder.
+        offload: options of `offload`. Its `grad_accum_steps`, `seed` and `checkpoint_spill` always
+            come from `train`, which describes batches and the run.
+        stage: the stage of a pipeline that `model` is; None: the whole model. Not a key of a job.
     """
 
     name: str = field(metadata={"rule": _NAME})
@@ -116,42 +117,43 @@ class Config:
 
     def __post_init__(self) -> None:
         of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
-        # Host memory for saves that overlap the next steps: only where saves and host state exist.
+        # Host memory for saves that overlap the next steps; needs saves and state on the host.
         if not self.train.checkpoint_every or self.offload.state.tier in ("device", "disk"):
             of_train["checkpoint_spill"] = 0
         object.__setattr__(self, "offload", self.offload.replace(**of_train))
 
     @property
     def rank_shape(self) -> ModelShape:
-        """The shape of what one rank holds of every layer: with tensor or expert parallel a part of
-        it."""
+        """The shape of each layer on one rank: with tensor or expert parallel, a part of the
+        layer."""
         return PartOfShape.of(self.model, self.ranks.tensor, self.ranks.expert)
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model, exactly; of a model of transformers once its parts are known."""
+        """Exact number of parameters; for a model of transformers, available after its parts are
+        known."""
         return num_params(self.model) if self.hf is None else _count(self.hf, trained=False)
 
     @property
     def num_active(self) -> int | None:
-        """The parameters that compute one token; None: experts of a model of transformers are not
-        known apart from other parameters."""
+        """Number of parameters that compute one token; None for a model of transformers, whose
+        experts are not known separately."""
         return num_active_params(self.model) if self.hf is None else None
 
     @property
     def num_trained(self) -> int:
-        """The parameters that are trained."""
+        """Number of trained parameters."""
         return num_params(self.model) if self.hf is None else _count(self.hf, trained=True)
 
     @property
     def makes_logits(self) -> bool:
-        """Training makes the logits of all tokens at once: neither `train.chunked_loss` nor Liger
-        computes its loss."""
+        """True if training computes the logits of all tokens at once: neither `train.chunked_loss`
+        nor Liger computes its loss."""
         return not (self.train.chunked_loss or (self.hf is not None and self.hf.use_liger_kernel))
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of one optimizer step, on all ranks."""
+        """Number of tokens of one optimizer step, on all ranks."""
         return self.train.micro_batch * self.data.seq_len * self.train.grad_accum_steps
 
 
@@ -165,24 +167,24 @@ _KINDS = toml.field_kinds(Config)
 _SECTIONS: dict[str, type] = {
     key: kind for key, kind in _KINDS.items() if isinstance(kind, type) and is_dataclass(kind)
 }
-"""Table of a job → its dataclass."""
+"""Maps a table of a job to its dataclass."""
 _PLAIN = {key: kind for key, kind in _KINDS.items() if kind is str}
 _SIZES = {
     "offload": tuple(key for key, option in OFFLOAD_KEYS.items() if option.size),
     "train": ("checkpoint_spill",),
 }
-"""Section → keys that are sizes, such as "10 GiB", or bytes."""
+"""Maps a section to its keys for sizes, in bytes or as text such as "10 GiB"."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.warn) -> Config:
-    """Read a job file; `overrides` are `section.key=value` texts that win over it.
+    """Read a job file; `overrides` are `section.key=value` texts that replace its values.
 
     Args:
         say: called with a line for each key of the file that an override of another key replaces.
 
     Raises:
-        ConfigError: the file cannot be read or breaks a rule; the message lists all broken rules.
-            Or it names commands that are not its user's own: see `config.command_hooks`.
+        ConfigError: if the file cannot be read or breaks a rule; the message lists all broken
+            rules. Also if it has commands and is not trusted, see `config.command_hooks`.
     """
     text = toml.read(path)
     config = loads(text, str(path), overrides, say, folder=Path(path).parent)
@@ -201,11 +203,11 @@ def loads(
     hf_config: toml.Table | None = None,
     folder: Path | None = None,
 ) -> Config:
-    """Read a job from TOML text; `origin` names it in errors. Raises as `load`.
+    """Read a job from TOML text; `origin` names the text in errors. Raises the errors of `load`.
 
     Args:
-        folder: where a machine file that the text names by a relative path lies.
-        hf_config: config.json of `model.hf`, whose folder is not looked at then.
+        folder: the folder of a machine file that the text names with a relative path.
+        hf_config: config.json of `model.hf`; if set, the folder of the model is not read.
     """
     job = toml.parse(text, origin, _all_keys(), overrides)
     machine = _of_the_file(job, "device.machine")
@@ -231,7 +233,7 @@ def loads(
 
 
 def dump(config: Config) -> str:
-    """Return the job as TOML that loads back to an equal Config; a derived key is left out."""
+    """Return the job as TOML that loads back to an equal Config, without derived keys."""
     tables = as_tables(config)
     if config.train.global_batch_tokens:
         del tables["train"]["grad_accum_steps"]
@@ -239,7 +241,8 @@ def dump(config: Config) -> str:
 
 
 def of_tables(tables: toml.Table, origin: str, hf_config: toml.Table | None = None) -> Config:
-    """Return the job whose `as_tables` these are, also out of JSON. Raises as `load`."""
+    """Return the job from the result of `as_tables`, or from its JSON. Raises the errors of
+    `load`."""
     return loads(_emit(tables), origin, hf_config=hf_config)
 
 
@@ -252,7 +255,7 @@ def _emit(tables: toml.Table) -> str:
 
 
 def as_tables(config: Config) -> toml.Table:
-    """Return every key of the job with its value, once, section by section."""
+    """Return every key of the job with its value, section by section."""
     tables = asdict(config)
     del tables["stage"]
     if (hf := tables.pop("hf")) is not None:
@@ -263,8 +266,8 @@ def as_tables(config: Config) -> toml.Table:
 
 
 def with_defaults(tables: toml.Table) -> toml.Table:
-    """Return the tables of `as_tables`, as an earlier version wrote them, with the defaults of the
-    keys that this version has added. What a damaged record has in place of a section stays."""
+    """Add the defaults of new keys to tables that an earlier version of `as_tables` wrote. A
+    section of a damaged record that is not a table stays unchanged."""
     filled = dict(tables)
     for name, kind in _SECTIONS.items():
         table = tables.get(name, {})
@@ -286,7 +289,7 @@ def _all_keys() -> list[str]:
 
 
 def _kinds(section: str) -> dict[str, Any]:
-    """Return key → type for all keys of a section."""
+    """Return the type of each key of a section."""
     if section == "offload":
         return {key: option.kind for key, option in OFFLOAD_KEYS.items()}
     return toml.field_kinds(_SECTIONS[section])
@@ -326,7 +329,8 @@ def _read_sizes(job: toml.Job, table: toml.Table, section: str) -> None:
 
 
 def _named_size(job: toml.Job, table: toml.Table) -> toml.Table:
-    """Return every field of the shape that `model.size` names, or nothing if it is not set."""
+    """Return every field of the shape with the name `model.size`, or nothing if the key is not
+    set."""
     size = table.get("size")
     if isinstance(size, str) and size in SIZES:
         return asdict(SIZES[size])
@@ -358,7 +362,7 @@ def _with_accumulation(config: Config, job: toml.Job) -> Config:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    """Yield a sentence for each broken rule; each begins with the dotted key."""
+    """Yield a sentence for each broken rule; each sentence begins with the dotted key."""
     yield from out_of_range(config)
     for section in _SECTIONS:
         yield from out_of_range(getattr(config, section), f"{section}.")
@@ -461,7 +465,7 @@ WARMUP_SHARE = 10
 _Wins = Callable[[Any], bool]
 
 
-# (overridden key, the values that count, the key of the file that they make meaningless)
+# (overridden key, predicate of its value, key of the file that has no effect then)
 _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("data.source", bool, "data.train"),
     ("data.source", bool, "data.val"),
@@ -478,7 +482,7 @@ _GIVES_WAY += [
     for key in ("sample_tokens", "sample_prompt")
 ]
 
-# Options that have an effect only with certain values of another one.
+# Options that have an effect only with certain values of another option.
 _GIVES_WAY += [
     (f"offload.{needs.option}", needs.rejects, f"offload.{option.name}")
     for option in OPTIONS.values()
@@ -487,8 +491,8 @@ _GIVES_WAY += [
 
 
 def drop_overruled_keys(job: Job) -> Iterator[str]:
-    """Remove from the job's tables the keys that overrides make meaningless; yield a line for
-    each."""
+    """Remove keys from the job's tables that overrides make meaningless; yield a line for each
+    key."""
     for key, wins, other in _GIVES_WAY:
         value, left = _value(job, key), _of_the_file(job, other)
         section, name = other.split(".")
@@ -497,7 +501,7 @@ def drop_overruled_keys(job: Job) -> Iterator[str]:
         if key in job.overridden and wins(value) and left and not is_default:
             del job.tables[section][name]
             yield f"{other} = {shown(left)} of the job is overridden by {key} = {shown(value)}"
-    # Of a run made shorter, the warm-up becomes as much shorter.
+    # If an override shortens the run below its warm-up, the warm-up shrinks to a share of it.
     steps, warmup = _value(job, "train.steps"), _of_the_file(job, "optim.warmup_steps")
     if "train.steps" not in job.overridden or type(steps) is not int or type(warmup) is not int:
         return

@@ -20,41 +20,43 @@ Objective = Literal["causal", "mlm"]
 
 
 MOST_LAYERS, MOST_PARAMS = 1024, 1 << 43
-"""No model is larger. A plan of so many layers takes some ten seconds, one of 10^9 for ever."""
+"""Upper bound of layers. A plan takes about ten seconds at this size; 10^9 layers would never
+end."""
 MOST_SEQ_LEN, MOST_TOKENS = 1 << 23, 1 << 24
-"""No sequence is longer, and no vocabulary larger: a plan takes time for each piece of a loss."""
+"""Upper bound of sequence and vocabulary, because a plan takes time for each piece of a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Shape of one transformer. A zero in `num_kv_heads` or `d_ff` means "the usual value".
+    """Shape of one transformer. Zero in `num_kv_heads` or `d_ff` means "the usual value".
 
     Attributes:
-        vocab_size: tokens that the embedding has, at least those of the data.
-        num_layers: blocks.
+        vocab_size: number of tokens of the embedding, at least the number of tokens of the data.
+        num_layers: number of blocks.
         d_model: width of the residual stream.
-        num_heads: query heads; they divide `d_model`.
+        num_heads: number of query heads; must divide `d_model`.
         num_kv_heads: key/value heads of grouped-query attention; 0: as many as `num_heads`.
         d_ff: hidden width of the MLP; 0: 4 x `d_model`, or with "swiglu" 8/3 x, rounded up.
         max_seq_len: longest sequence; with learned positions, also rows of the position table.
-        positions: turned into queries and keys, or a table that is trained.
-        norm: before attention, MLP and head.
+        positions: rotation of queries and keys, or a trained table.
+        norm: the norm before attention, MLP and head.
         mlp: two matrices and a gate, or two matrices.
-        num_experts: MLPs of each block, of which a router chooses for each token; 0: one MLP for
-            all tokens and no router.
-        experts_per_token: experts that compute each token: 1 as in Switch Transformer, 2 as in
-            GShard and Mixtral. Without experts it means nothing.
+        num_experts: number of MLPs of each block, from which a router chooses for each token; 0:
+            one MLP for all tokens and no router.
+        experts_per_token: number of experts that compute each token: 1 as in Switch Transformer, 2
+            as in GShard and Mixtral. No effect without experts.
         router_aux_loss_coef: factor of the load-balancing loss of each block, which training adds
-            to the loss; without experts it means nothing.
-        tie_embeddings: the output head is the token embedding itself (one parameter).
-        bias: additive biases in every linear layer except the head, routers and experts, and in
-            LayerNorm.
+            to the loss. No effect without experts.
+        tie_embeddings: the output head is the token embedding (one parameter).
+        bias: additive biases in LayerNorm and in every linear layer, except in the head, routers
+            and experts.
         dropout: probability, after the embedding, in attention and on both residual branches.
         rope_theta: base of the rotary angles.
         norm_eps: added to the variance.
-        objective: "causal": attention to earlier tokens, and each token is predicted from those;
-            "mlm": an encoder: attention to both sides, and hidden tokens are predicted from all
-            others (masked language modelling). The last row of the embedding is the mask token.
+        objective: "causal": attention to earlier tokens, and each token is predicted from them;
+            "mlm": an encoder: bidirectional attention, and hidden tokens are predicted from all
+            other tokens (masked language modelling). The last row of the embedding is the mask
+            token.
     """
 
     vocab_size: int
@@ -83,7 +85,7 @@ class ModelShape:
 
     @property
     def mask_token(self) -> int:
-        """Stands for a hidden token: above every token of the data."""
+        """The token that replaces a hidden token; larger than every token of the data."""
         return self.vocab_size - 1
 
     @property
@@ -96,12 +98,12 @@ class ModelShape:
 
     @property
     def held_experts(self) -> int:
-        """Experts of each layer that one rank holds."""
+        """Number of experts of each layer on one rank."""
         return self.num_experts
 
     @property
     def ff_width(self) -> int:
-        """`d_ff`, or 4·d for GELU, or 8/3·d for SwiGLU (three matrices, so as many parameters).
+        """`d_ff`, or 4·d for GELU, or 8/3·d for SwiGLU (three matrices with as many parameters).
 
         The SwiGLU width is rounded up to a multiple of 256 as in Llama (of 64 below d = 1024).
         """
@@ -113,7 +115,8 @@ class ModelShape:
         return -(-8 * self.d_model // (3 * multiple)) * multiple
 
     def problems(self) -> list[str]:
-        """Return one sentence per broken rule, each naming the key to change; empty if valid."""
+        """Return one sentence per broken rule, with the key to change; empty if the shape is
+        valid."""
         at_least_1 = ("vocab_size", "num_layers", "d_model", "num_heads", "max_seq_len")
         choices = {"positions": Positions, "norm": Norm, "mlp": Mlp, "objective": Objective}
         values = {key: getattr(self, key) for key in ModelShape.__dataclass_fields__}
@@ -174,7 +177,8 @@ class ModelShape:
 
 
 def _too_large(shape: ModelShape, counts: bool) -> list[tuple[bool, str]]:
-    """Rules of `problems`; `counts`: its parameters can be counted."""
+    """Return the rules of `problems` about size; `counts`: the number of parameters can be
+    counted."""
     params = num_params(shape) if counts and shape.vocab_size <= MOST_TOKENS else 0
     bounds = {"num_layers": MOST_LAYERS, "max_seq_len": MOST_SEQ_LEN, "vocab_size": MOST_TOKENS}
     return [
@@ -194,12 +198,13 @@ def _too_large(shape: ModelShape, counts: bool) -> list[tuple[bool, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOfShape(ModelShape):
-    """What one rank of tensor parallel holds and computes of a shape, its heads and hidden units;
-    or of expert parallel, its experts; of both, its heads and whole experts.
+    """Part of a shape on one rank. With tensor parallel the rank has a part of the heads and hidden
+    units, with expert parallel a part of the experts, and with both a part of the heads and some
+    whole experts.
 
     Attributes:
-        parts: ranks that hold the parts.
-        expert_parts: ranks that hold different experts.
+        parts: number of ranks with different parts.
+        expert_parts: number of ranks with different experts.
     """
 
     parts: int = 1
@@ -207,13 +212,13 @@ class PartOfShape(ModelShape):
 
     @classmethod
     def of(cls, shape: ModelShape, parts: int, expert_parts: int = 1) -> ModelShape:
-        """Return a part of a shape, whose heads and hidden units, or experts, the parts divide."""
+        """Return a part of a shape; the parts divide its heads, and its hidden units or experts."""
         if parts == expert_parts == 1:
             return shape
         values = {key: getattr(shape, key) for key in ModelShape.__dataclass_fields__}
         values["num_heads"] = shape.num_heads // parts
         values["num_kv_heads"] = shape.kv_heads // parts
-        if not shape.num_experts:  # each part computes its experts whole
+        if not shape.num_experts:  # every part has whole experts
             values["d_ff"] = shape.ff_width // parts
         return cls(**values, parts=parts, expert_parts=expert_parts)
 
@@ -227,7 +232,7 @@ class PartOfShape(ModelShape):
 
 
 def num_params(shape: ModelShape) -> int:
-    """Return the number of parameters, exactly; a tied embedding counts once."""
+    """Return the exact number of parameters; a tied embedding counts once."""
     embedding = shape.vocab_size * shape.d_model
     positions = shape.max_seq_len * shape.d_model if shape.positions == "learned" else 0
     head = 0 if shape.tie_embeddings else embedding
@@ -236,13 +241,13 @@ def num_params(shape: ModelShape) -> int:
 
 
 def num_active_params(shape: ModelShape) -> int:
-    """Return the parameters that compute one token: all, less the experts not chosen for it."""
+    """Return the number of parameters that compute one token: all except the experts not chosen."""
     idle = max(shape.num_experts - shape.experts_per_token, 0)
     return num_params(shape) - shape.num_layers * idle * _mlp_matrix_params(shape)
 
 
 def num_block_params(shape: ModelShape) -> int:
-    """Return the number of parameters of one transformer block, exactly."""
+    """Return the exact number of parameters of one transformer block."""
     of_attention = shape.d_model + 2 * shape.kv_heads * shape.head_dim + shape.d_model
     of_mlp = (2 if shape.mlp == "swiglu" else 1) * shape.ff_width + shape.d_model
     biases = shape.bias * (of_attention + (0 if shape.num_experts else of_mlp))
@@ -251,18 +256,18 @@ def num_block_params(shape: ModelShape) -> int:
 
 
 def mlp_params(shape: ModelShape) -> int:
-    """Return the weights of one block's MLP, or of its router and all its experts; no biases."""
+    """Return the weights of one block's MLP, or of its router and all experts; no biases."""
     return _router_params(shape) + max(shape.held_experts, 1) * _mlp_matrix_params(shape)
 
 
 def _block_matrix_params(shape: ModelShape) -> int:
-    """Weights of one block that multiply each token."""
+    """Return the number of weights of one block that multiply each token."""
     mlps = chosen_experts(shape) * _mlp_matrix_params(shape)
     return _attention_params(shape) + _router_params(shape) + mlps
 
 
 def chosen_experts(shape: ModelShape) -> int:
-    """Return the MLPs of one block that compute a token."""
+    """Return the number of MLPs of one block that compute a token."""
     return shape.experts_per_token if shape.num_experts else 1
 
 
@@ -275,7 +280,7 @@ def _router_params(shape: ModelShape) -> int:
 
 
 def _mlp_matrix_params(shape: ModelShape) -> int:
-    """Of one expert, or of the only MLP."""
+    """Return the number of weights of one expert, or of the only MLP."""
     return (3 if shape.mlp == "swiglu" else 2) * shape.d_model * shape.ff_width
 
 
@@ -285,14 +290,14 @@ def _norm_params(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Return the FLOPs of forward and backward per token: 6·N + 12·L·d·T, no recompute.
+    """Return the FLOPs of forward and backward per token: 6·N + 12·L·d·T, without recompute.
 
-    The formula of PaLM (arXiv:2204.02311, appendix B), whose 12·L·H·Q·T is 12·L·d·T because
-    H·Q = d_model: a matrix multiply costs 2 FLOPs per weight and token forward and 4 backward;
-    attention multiplies Q by K and the scores by V, 4·d·T forward. N counts the weights that are
-    multiplied: the matrices of the blocks and the head (also when it is tied to the embedding),
-    but no embedding lookup, norm or bias; of experts those chosen for a token. Attention is counted
-    in full, not halved for causality.
+    This is the formula of PaLM (arXiv:2204.02311, appendix B), whose 12·L·H·Q·T is 12·L·d·T because
+    H·Q = d_model. A matrix multiply costs 2 FLOPs per weight and token in forward and 4 in
+    backward; attention multiplies Q by K and the scores by V, 4·d·T in forward. N counts the
+    weights of matrix products: the matrices of the blocks and the head (also if tied to the
+    embedding), but no embedding lookup, norm or bias, and only the experts chosen for a token.
+    Attention is counted in full, not halved for causality.
     """
     matrices = shape.num_layers * _block_matrix_params(shape) + shape.vocab_size * shape.d_model
     return 6.0 * matrices + 12.0 * shape.num_layers * shape.d_model * seq_len
@@ -304,8 +309,8 @@ def block_flops_per_token(shape: ModelShape, seq_len: int) -> float:
 
 
 def again_flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Return the FLOPs per token of one block's forward when backward runs it again: without the
-    MLP's last product, whose output nothing needs; the router's weights need that of experts."""
+    """Return the FLOPs per token of one block's recompute in backward. It omits the MLP's last
+    product, because nothing needs its output, except with experts: the router's weights need it."""
     last = 0 if shape.num_experts else shape.ff_width * shape.d_model
     return block_flops_per_token(shape, seq_len) - 2.0 * last
 
@@ -329,15 +334,15 @@ def _gpt(layers: int, d_model: int, heads: int, vocab_size: int) -> ModelShape:
 def _zero_offload(layers: int, d_model: int) -> ModelShape:
     """Return one row of Table 3 of ZeRO-Offload (arXiv:2101.06840).
 
-    The table gives layers and hidden size only. Assumed: heads of width 128 (which gives the 32
-    heads of the 10B run that DeepSpeed's tutorial documents), sequences of 1024 tokens, and
-    GPT-2's vocabulary padded to 50304, a multiple of 128.
+    The table has only layers and hidden size. This assumes heads of width 128 (which gives the 32
+    heads of the 10B run in DeepSpeed's tutorial), sequences of 1024 tokens, and GPT-2's vocabulary
+    padded to 50304, a multiple of 128.
     """
     return _gpt(layers, d_model, heads=d_model // 128, vocab_size=50304)
 
 
 _SMALL = {
-    # For tests: the smallest model with every part of a real one.
+    # For tests: the smallest model with every part of a real model.
     "debug": ModelShape(vocab_size=256, num_layers=2, d_model=64, num_heads=4, max_seq_len=128),
     # Byte-level, learns Python source in minutes on a CPU.
     "demo": ModelShape(vocab_size=256, num_layers=4, d_model=192, num_heads=6, max_seq_len=256),

@@ -1,9 +1,9 @@
-"""The options of `offload`: one frozen object that checks every contradiction.
+"""The options of `offload`: one frozen object that checks all contradictions.
 
 Each option is declared once, as a field with its type, default, range and docs. Options of
-placement and format are grouped by what they place: `config.weights.tier`. Each option also has a
-flat name, the keyword of `offload()` and the key of a job's table `[offload]`: `working`. `OPTIONS`
-lists them by that name.
+placement and format are grouped by the data that they place: `config.weights.tier`. Each option
+also has a flat name, `working` for this example: the keyword of `offload()` and the key of the
+table `[offload]` of a job. `OPTIONS` lists them by this name.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ WeightTier: TypeAlias = Literal["device", "host", "disk"]
 ActivationMode: TypeAlias = Literal["keep", "recompute", "selective", "offload", "offload_saved"]
 
 ActivationPolicy: TypeAlias = Callable[..., Any]
-"""As torch's `create_selective_checkpoint_contexts` takes it."""
+"""A policy for torch's `create_selective_checkpoint_contexts`."""
 
 StateOn: TypeAlias = Literal["auto", "host", "device", "disk"] | Mapping[str, float]
-"""The tier of the state, or tier → share of it; what is left of the shares is on the host."""
+"""The tier of the state, or a table of its shares by tier; the remaining share is on the host."""
 
 SumsOn: TypeAlias = Literal["auto", "host", "device"] | Mapping[str, float]
-"""The tier of the sums of microbatches, or tier → share of them, as `StateOn`."""
+"""The tier of the sums of microbatches, or a table of their shares by tier, as in `StateOn`."""
 
 Layer = TypeVar("Layer")
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Precision → dtype of working weights and gradients, by torch's name."""
+"""Maps a precision to torch's name for the dtype of working weights and gradients."""
 
 STATE_PRECISIONS: dict[str, tuple[Precision, ...]] = {
     "fp32": ("bf16", "fp16", "fp32"),
     "split16": ("bf16",),
     "int8": ("bf16", "fp16"),
 }
-"""State format → precisions whose weights it can store. A program may add its own
-(`optim.register_state_format`)."""
+"""Maps a state format to the precisions of the weights that it can store. A program may add its own
+formats (`optim.register_state_format`)."""
 
 OFFLOAD_SAVED_ABOVE = 1 << 20
-"""Bytes: smaller tensors are not worth a copy of their own."""
+"""Bytes. Smaller tensors are not copied, because the copy costs more than it saves."""
 
 
 class OptionError(ValueError):
     """Options are out of range or contradict each other.
 
     Attributes:
-        problems: one sentence each, beginning with the option's name.
+        problems: one sentence per problem, which begins with the name of the option.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -65,14 +65,14 @@ class OptionError(ValueError):
 
 
 class Shares(dict[str, float]):
-    """Tier → share, with a hash as a frozen config has: nobody changes it."""
+    """Shares by tier. It has a hash because frozen configs need one; do not change it."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
 
 def _freeze(options: Any) -> None:
-    """Copy lists of names to tuples and tables to `Shares`: a frozen object has a hash."""
+    """Copy lists of names to tuples and tables to `Shares`, because a frozen object has a hash."""
     for field in fields(options):
         value = getattr(options, field.name)
         if isinstance(field.default, tuple):
@@ -82,7 +82,7 @@ def _freeze(options: Any) -> None:
 
 
 class OptionGroup:
-    """Options about one thing: how layers compute, or where one kind of memory is."""
+    """Options of one subject: the computation of layers, or the placement of one kind of memory."""
 
     __slots__ = ()
 
@@ -97,7 +97,7 @@ def _share_on(tier: str, placed: str | Mapping[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions(OptionGroup):
-    """How the layers of a list compute their forward and backward."""
+    """Options for forward and backward of the layers in a list."""
 
     compile_blocks: bool = option(
         False,
@@ -116,7 +116,7 @@ class ComputeOptions(OptionGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOptions(OptionGroup):
-    """Where the working weights are, which forward and backward compute with."""
+    """Placement of the working weights, which forward and backward use."""
 
     tier: WeightTier = option(
         "device",
@@ -145,13 +145,13 @@ class WeightOptions(OptionGroup):
 
     @property
     def offloaded(self) -> bool:
-        """Streamed blocks are on the host or the disk, and not in shards on the devices."""
+        """True if streamed blocks are on the host or the disk, and not in shards on the devices."""
         return self.tier != "device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOptions(OptionGroup):
-    """Where gradients wait for their update, and where microbatches are summed."""
+    """Placement of gradients before their update, and of the sums of microbatches."""
 
     tier: Literal["host", "disk"] = option(
         "host",
@@ -187,7 +187,7 @@ class GradientOptions(OptionGroup):
 
     @property
     def device_share(self) -> float:
-        """The share of the sums that is asked for on the device; 0 for "auto"."""
+        """Configured share of the sums on the device; 0 for "auto"."""
         return _share_on("device", self.sums_tier)
 
 
@@ -219,18 +219,18 @@ class StateOptions(OptionGroup):
 
     @property
     def device_share(self) -> float:
-        """The share of the state that is asked for on the device; 0 for "auto"."""
+        """Configured share of the state on the device; 0 for "auto"."""
         return _share_on("device", self.tier)
 
     @property
     def disk_share(self) -> float:
-        """The share of the state that is asked for on the disk."""
+        """Configured share of the state on the disk."""
         return _share_on("disk", self.tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationOptions(OptionGroup):
-    """What backward reads of the forward: kept, computed again or moved to the host."""
+    """Activations that backward needs: kept, recomputed or moved to the host."""
 
     mode: ActivationMode = option(
         "keep",
@@ -298,16 +298,17 @@ class ActivationOptions(OptionGroup):
 
     @property
     def recomputes(self) -> bool:
-        """The forward of repeated blocks, of all or the first of them, runs again in backward."""
+        """True if backward recomputes the forward of repeated blocks, of all or the first of
+        them."""
         modes = ("recompute", "selective", "offload")
         return self.mode in modes and self.recompute_blocks != 0
 
     def recomputed_of(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """Return those of a model's layers, in its order, whose forward runs again in backward. The
-        others are the last ones: backward frees first what they keep.
+        """Return the layers, in the order of the model, whose forward is recomputed in backward.
+        These are the first layers, because backward frees the activations of the last layers first.
 
         Raises:
-            OptionError: their number is "auto".
+            OptionError: if their number is "auto".
         """
         if self.recompute_blocks == "auto":
             raise OptionError(
@@ -319,18 +320,18 @@ class ActivationOptions(OptionGroup):
 
     @property
     def compiled_budget(self) -> float | None:
-        """The share of what compiled layers would save that they save; None: all of it."""
+        """Share of the activations that compiled layers save; None: all."""
         return 0.5 if self.budget is None and self.mode == "selective" else self.budget
 
     @property
     def moved(self) -> str:
-        """What the Ledger calls the activations that are moved to the host."""
+        """Name in the Ledger of the activations that are moved to the host."""
         return "saved tensors" if self.mode == "offload_saved" else "block inputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOptions(OptionGroup):
-    """What data-parallel ranks share out, and how they sum gradients."""
+    """Division of memory among data-parallel ranks, and their sum of gradients."""
 
     zero_stage: int = option(
         0,
@@ -355,7 +356,7 @@ class ShardingOptions(OptionGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions(OptionGroup):
-    """Limits of memory, and the folder of what is on the disk."""
+    """Limits of memory, and the folder for data on the disk."""
 
     host_limit: int | None = option(
         None,
@@ -452,7 +453,7 @@ class OffloadConfig:
     """The options of `offload`, and the table `[offload]` of a job.
 
     The constructor takes groups, `OffloadConfig(state=StateOptions(format="int8"))`, or the flat
-    names of options, `OffloadConfig(state="int8")`. `replace` changes options by their names.
+    names of options, `OffloadConfig(state="int8")`. `replace` changes options by these keywords.
     """
 
     precision: Precision = option(
@@ -515,11 +516,11 @@ class OffloadConfig:
     memory: MemoryOptions = MemoryOptions()
 
     def __init__(self, **options: Unpack[OffloadOptions]) -> None:
-        """Make options out of groups or of flat names.
+        """Create options from groups or from flat names.
 
         Raises:
-            TypeError: an unknown name.
-            ValueError: an option is given by its flat name together with groups, which have it.
+            TypeError: if a name is unknown.
+            ValueError: if an option has a value by its flat name and groups are also given.
         """
         groups, named = _divided(options)
         if groups and (inner := [name for name in named if len(OPTIONS[name].path) > 1]):
@@ -532,10 +533,10 @@ class OffloadConfig:
         self._set({**_DEFAULTS, **groups}, named)
 
     def replace(self, **options: Unpack[OffloadOptions]) -> OffloadConfig:
-        """Return a copy with other values of some options, by the keywords of `offload()`.
+        """Return a copy with new values of some options, by the keywords of `offload()`.
 
         Raises:
-            TypeError: an unknown name.
+            TypeError: if a name is unknown.
         """
         groups, named = _divided(options)
         changed = object.__new__(OffloadConfig)
@@ -544,7 +545,7 @@ class OffloadConfig:
         return changed
 
     def _set(self, values: dict[str, Any], named: Mapping[str, Any]) -> None:
-        """Set every field: to `values`, changed by options of flat names."""
+        """Set every field to `values`, and then the options in `named` by their flat names."""
         changes: dict[str, dict[str, Any]] = {}
         for name, value in named.items():
             *group, key = OPTIONS[name].path
@@ -563,22 +564,22 @@ class OffloadConfig:
         return OPTIONS[name].of(self)
 
     def options(self, *, changed: bool = False) -> dict[str, Any]:
-        """Return option → value, by the keywords of `offload()`: all of them, or with `changed`
-        those that differ from their defaults."""
+        """Return the values of options by the keywords of `offload()`: all options, or with
+        `changed` only the options that differ from their defaults."""
         values = {name: option.of(self) for name, option in OPTIONS.items()}
         if not changed:
             return values
         return {name: value for name, value in values.items() if value != OPTIONS[name].default}
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each broken rule; each begins with the option's name."""
+        """Yield a sentence for each broken rule; each sentence begins with the option's name."""
         out_of_range = [
             problem for option in OPTIONS.values() for problem in option.problems(option.of(self))
         ]
         yield from out_of_range or self._contradictions()
 
     def checked(self) -> OffloadConfig:
-        """Return self.
+        """Return self after a check of all rules.
 
         Raises:
             OptionError: with every problem.
@@ -589,14 +590,14 @@ class OffloadConfig:
 
     @property
     def uses_disk(self) -> bool:
-        """State, gradients or weights are in a file of `scratch_dir`."""
+        """True if state, gradients or weights are in a file of `scratch_dir`."""
         return self.state.disk_share > 0 or self.weights.tier == "disk"
 
     def zero_stage_among(self, ranks: int) -> int:
         """Return the ZeRO stage on `ranks` ranks; 0: one rank.
 
         Raises:
-            OptionError: the stage contradicts `working`.
+            OptionError: if the stage contradicts `working`.
         """
         stage = self.sharding.zero_stage
         if ranks == 1:
@@ -610,12 +611,12 @@ class OffloadConfig:
         return stage or (3 if self.weights.offloaded else 2)
 
     def streams_among(self, ranks: int) -> bool:
-        """Return whether repeated blocks may be streamed, from host, disk or shards."""
+        """Return True if repeated blocks may be streamed, from host, disk or shards."""
         return self.weights.offloaded or self.zero_stage_among(ranks) == 3
 
     @property
     def updates_early(self) -> bool:
-        """In mode "exact": nothing global has to be known before a bucket is updated."""
+        """True in mode "exact" if a bucket can be updated before anything global is known."""
         return self.update == "exact" and self.clip_norm is None and not self.skip_nonfinite
 
     def _contradictions(self) -> Iterator[str]:
@@ -638,7 +639,7 @@ class OffloadConfig:
         )
 
     def _contradictions_of_placement(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules of `broken` about where weights, activations and state are."""
+        """Yield the rules of `broken` about the placement of weights, activations and state."""
         state_on, spill, working = self.state.tier, self.memory.checkpoint_spill, self.weights.tier
         shards_weights = self.weights.offloaded or self.sharding.zero_stage == 3
         yield from (
@@ -690,7 +691,7 @@ class OffloadConfig:
         )
 
     def _contradictions_of_disk(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules of `broken` about what is in the file of `scratch_dir`."""
+        """Yield the rules of `broken` about the file in `scratch_dir`."""
         state_on = self.state.tier
         yield from (
             (
@@ -740,15 +741,15 @@ OPTIONS: dict[str, Option] = {
         *(declared_in(kind, group) for group, kind in _GROUPS.items()),
     )
 }
-"""Keyword of `offload()`, and key of the table `[offload]` → the option."""
+"""Maps a keyword of `offload()`, which is also the key of the table `[offload]`, to its option."""
 
 
 def chosen_options(config: OffloadConfig | None, options: OffloadOptions) -> OffloadConfig:
     """Return the options of a function that takes `config=None, **options`.
 
     Raises:
-        TypeError: `config` is no OffloadConfig, or an option is unknown.
-        ValueError: both are given.
+        TypeError: if `config` is not an OffloadConfig, or an option is unknown.
+        ValueError: if both are given.
     """
     if config is None:
         return OffloadConfig(**options)
@@ -765,10 +766,10 @@ def chosen_options(config: OffloadConfig | None, options: OffloadOptions) -> Off
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide keyword arguments into groups and options of flat names.
+    """Divide keyword arguments into groups and options by flat names.
 
     Raises:
-        TypeError: an unknown name, or a group that is none.
+        TypeError: if a name is unknown, or a group has a wrong type.
     """
     groups, named = {}, {}
     for key, value in options.items():

@@ -1,6 +1,6 @@
-"""Options and keys of a job: each is declared once, as a field with its type, default and range.
+"""Options and keys of a job, each declared once as a field with its type, default and range.
 
-`option` declares an option of `offload()`, which has its docs too; `ranged` a key of another table.
+`option` declares an option of `offload()` with its docs; `ranged` declares a key of another table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """An option that has an effect only with certain values of another one.
+    """A dependency of an option, which has an effect only with certain values of another option.
 
     Attributes:
         option: name of the other option.
-        values: its values; a table of shares has the tiers with a share.
+        values: values of the other option; a table of shares has the tiers with a share.
         why: the reason, as a clause.
     """
 
@@ -34,7 +34,7 @@ class Needs:
     why: str
 
     def rejects(self, value: object) -> bool:
-        """Tell whether the option has no effect with this value of the other one."""
+        """Return True if the option has no effect with this value of the other option."""
         if isinstance(value, Mapping):
             return not any(share and tier in self.values for tier, share in value.items())
         return value not in self.values
@@ -46,15 +46,14 @@ class Option:
 
     Attributes:
         name: keyword of `offload()` and key of the table `[offload]`.
-        path: names of the attributes that lead to it from an `OffloadConfig`.
-        kind: its type.
-        doc: what it does, without its name, type and default.
+        path: names of the attributes from an `OffloadConfig` to the option.
+        kind: the type.
+        doc: the effect, without name, type and default.
         positive, not_negative: the range of a number.
         size: a number of bytes, which a job may write as "10 GiB".
-        choices: the allowed values, if its type does not list them.
-        shares: tiers that a table may give a share each; such an option is "auto", a tier or a
-            table.
-        needs: what else must be set for it to have an effect.
+        choices: the allowed values, if the type does not list them.
+        shares: tiers that may have a share in a table; such an option is "auto", a tier or a table.
+        needs: the option and values that this option needs to have an effect.
     """
 
     name: str = ""
@@ -70,12 +69,12 @@ class Option:
     needs: Needs | None = None
 
     def of(self, config: object) -> Any:
-        """Return its value in an `OffloadConfig`."""
+        """Return the option's value in an `OffloadConfig`."""
         return reduce(getattr, self.path, config)
 
     @property
     def none_is_zero(self) -> bool:
-        """Whether a job writes 0 for None: TOML has no null, and 0 is out of its range."""
+        """True if a job writes 0 for None, because TOML has no null and 0 is out of the range."""
         return self.default is None and self.positive
 
     def problems(self, value: Any) -> Iterator[str]:
@@ -101,7 +100,7 @@ class Option:
                 yield f"{self.name} = {value} is negative"
 
     def _wrong_shares(self, value: Any) -> list[str]:
-        """Return what is wrong with a tier or a table of shares: one sentence at most."""
+        """Return a sentence if a tier or a table of shares is wrong."""
         listed = ", ".join(map(repr, self.shares))
         if not isinstance(value, Mapping):
             allowed = ("auto", *self.shares)
@@ -127,7 +126,8 @@ class Option:
         )[:1]
 
     def without_effect(self, value: Any, other: Any) -> Iterator[str]:
-        """Yield a sentence if the value has no effect with the value of the option it needs."""
+        """Yield a sentence if the value has no effect with the value of the option that it
+        needs."""
         needs = self.needs
         if needs is None or value == self.default or not needs.rejects(other):
             return
@@ -138,7 +138,7 @@ class Option:
         )
 
     def _words(self) -> tuple[object, ...]:
-        """Return the words that its type lists."""
+        """Return the words that the type lists."""
         kinds = [self.kind, *get_args(self.kind)]
         return tuple(
             word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)
@@ -152,7 +152,7 @@ def _is_share(value: object) -> bool:
 def option(default: Value, doc: str, **declared: Any) -> Value:
     """Declare an option as a field of a dataclass; `declared` are attributes of `Option`.
 
-    The name is the field's, unless `declared` has another one. `declared_in` adds path and type.
+    The name is the field's name, unless `declared` has another. `declared_in` adds path and type.
     """
     words = " ".join(doc.split())
     metadata = {"option": Option(default=default, doc=words, **declared)}
@@ -173,7 +173,7 @@ def at_least(least: int) -> Rule:
 
 
 def ranged(default: Value, rule: Rule) -> Value:
-    """Declare a key of a job as a field of a dataclass; `out_of_range` looks at its values."""
+    """Declare a key of a job as a field of a dataclass; `out_of_range` checks its values."""
     as_field: Value = field(default=default, metadata={"rule": rule})
     return as_field
 
@@ -188,7 +188,7 @@ def out_of_range(settings: Any, section: str = "") -> Iterator[str]:
 
 
 def declared_in(kind: type, *path: str) -> Iterator[Option]:
-    """Yield the options that a dataclass declares, which is at `path` of an `OffloadConfig`."""
+    """Yield the options declared in a dataclass that is at `path` of an `OffloadConfig`."""
     hints = get_type_hints(kind)
     for declared in fields(kind):
         if (entry := declared.metadata.get("option")) is not None:

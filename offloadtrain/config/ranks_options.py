@@ -1,4 +1,4 @@
-"""The table [ranks] of a job, which divides its model: stages of a pipeline, parts of matrices,
+"""The table [ranks] of a job, which divides its model into stages of a pipeline, parts of matrices,
 experts, and shards of the state."""
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class RanksConfig:
     """The division of the model among ranks; the batch is always divided.
 
     Attributes:
-        pipeline: number of stages that the layers are divided into; the ranks must be divisible by
-            it, and those of one stage divide the batch.
-        schedule: order of microbatches: "1f1b" has at most as many in flight as stages, "gpipe" all
-            of them; "2bw" goes on with the next step's without a flush, which takes
+        pipeline: number of stages of the layers. It must divide the number of ranks; the ranks of
+            one stage divide the batch.
+        schedule: order of microbatches. "1f1b" has at most as many in flight as stages; "gpipe" has
+            all of them in flight; "2bw" continues with the next step without a flush, which needs
             `offload.update = "delayed"`; "interleaved" is 1f1b over `stages_per_rank` stages.
-        stages_per_rank: stages that each rank holds with "interleaved": the first of all ranks come
-            first, then the second ones.
-        layers_per_stage: number of layers of each stage, in order; (): the same, as far as they
-            divide. "auto", for jobs: as the plan balances what the stages compute, the head too, as
-            far as it fits.
-        tensor: number of parts that the matrices of every layer are divided into (tensor parallel);
-            the ranks must be divisible by it, and those of one part divide the batch.
-        shard: number of ranks that share one copy of the state, as a rule those of a host; each
-            such group holds a copy (hybrid sharding). 0: all ranks share one.
-        expert: number of ranks that hold different experts of every layer (expert parallel); the
-            ranks, of each stage, must be divisible by it. All of them divide the batch.
+        stages_per_rank: number of stages on each rank with "interleaved". The first stages of all
+            ranks come first, then the second stages.
+        layers_per_stage: number of layers of each stage, in order; (): as equal as possible.
+            "auto", for jobs: the plan balances the computation of the stages and the head, within
+            the memory.
+        tensor: number of parts of the matrices of every layer (tensor parallel). It must divide the
+            number of ranks; the ranks of one part divide the batch.
+        shard: number of ranks that share one copy of the state, usually the ranks of a host; each
+            such group has a copy (hybrid sharding). 0: all ranks share one copy.
+        expert: number of ranks with different experts of every layer (expert parallel). It must
+            divide the ranks of each stage. All of them divide the batch.
     """
 
     pipeline: int = ranged(1, at_least(1))
@@ -52,32 +52,32 @@ class RanksConfig:
 
     @property
     def stages(self) -> int:
-        """All stages of the pipeline."""
+        """Number of stages of the pipeline."""
         return 1 if self.pipeline == 1 else self.pipeline * self.stages_per_rank
 
     def stage(self, index: int, layers: int) -> Stage:
-        """Return a stage of a model of so many layers."""
+        """Return a stage of a model with `layers` layers."""
         return Stage.of(index, self.given_layers or evenly(layers, self.stages))
 
     @property
     def given_layers(self) -> tuple[int, ...]:
-        """`layers_per_stage` after a plan, which has decided "auto"."""
+        """`layers_per_stage` after a plan, which has replaced "auto"."""
         assert self.layers_per_stage != "auto"
         return self.layers_per_stage
 
     @property
     def flushes(self) -> bool:
-        """Every step ends before the next one begins."""
+        """True if every step ends before the next step begins."""
         return self.pipeline == 1 or self.schedule != NO_FLUSH
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a pipeline.
+    """A stage of a pipeline.
 
     Attributes:
-        first_layer: number of its first layer in the whole model.
-        layers: number of its layers.
+        first_layer: index of its first layer in the whole model.
+        layers: number of layers.
     """
 
     index: int
@@ -87,7 +87,7 @@ class Stage:
 
     @classmethod
     def of(cls, index: int, layers_per_stage: Sequence[int]) -> Stage:
-        """Return one of the stages of so many layers each."""
+        """Return one of the stages with these numbers of layers."""
         first = sum(layers_per_stage[:index])
         return cls(index, len(layers_per_stage), first, layers_per_stage[index])
 
@@ -101,14 +101,14 @@ class Stage:
 
     @property
     def contents(self) -> str:
-        """What it holds."""
+        """The layers of the stage, for messages."""
         embedding, head = "embedding, " if self.is_first else "", ", head" if self.is_last else ""
         last = self.first_layer + self.layers - 1
         return f"{embedding}layers {self.first_layer} to {last}{head}"
 
 
 def evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, the same as far as they divide."""
+    """Return the number of layers of each stage, as equal as possible."""
     bounds = [layers * number // stages for number in range(stages + 1)]
     return tuple(end - first for first, end in pairwise(bounds))
 
@@ -120,7 +120,7 @@ def numbers_of(stages: Sequence[Stage]) -> str:
 
 
 def names_of(stages: Sequence[Stage]) -> str:
-    """Return the numbers of a rank's stages, and what they hold."""
+    """Return the numbers of a rank's stages, and their layers."""
     return f"{numbers_of(stages)} ({'; '.join(stage.contents for stage in stages)})"
 
 
@@ -128,7 +128,7 @@ NO_FLUSH: Final = "2bw"
 """The schedule whose steps follow each other without a flush (PipeDream-2BW)."""
 
 INTERLEAVED: Final = "interleaved"
-"""The schedule of several stages on each rank."""
+"""The schedule with several stages on each rank."""
 
 
 def contradictions(
@@ -141,11 +141,11 @@ def contradictions(
     adapters: bool,
     rule: str,
 ) -> Iterator[str]:
-    """Yield a sentence for each thing that a division of the model cannot do.
+    """Yield a sentence for each feature that a division of the model does not support.
 
     Args:
-        is_own: the model is our transformer.
-        samples: text is generated at the end.
+        is_own: the model is the project's transformer.
+        samples: the run generates text at the end.
         adapters: the job trains adapters of a frozen model of transformers.
         rule: name of the update rule.
     """
@@ -269,7 +269,7 @@ def _tensor_contradictions(
     counts = {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
     counts |= {} if model.num_experts else {"model.d_ff": model.ff_width}
     for key, count in counts.items():
-        if count % ranks.tensor:  # each part holds whole heads
+        if count % ranks.tensor:  # each part has whole heads
             other = f", or {key} to a multiple" if is_own else ""  # config.json has it otherwise
             yield (
                 f"{setting} does not divide {key} = {count}: each part holds as many as the "
@@ -298,8 +298,8 @@ def _expert_contradictions(ranks: RanksConfig, model: ModelShape, *, is_own: boo
 
 
 def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:
-    """Yield a sentence for each thing that several stages on a rank cannot do in a job: what is
-    decided by the memory that one of them leaves to the others."""
+    """Yield a sentence for each feature of a job that several stages on a rank do not support,
+    because one stage decides by the memory that another leaves free."""
     if ranks.pipeline == 1 or ranks.stages_per_rank == 1:
         return
     for key, value, goes, instead in (
@@ -323,11 +323,11 @@ def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> It
 def unflushed_contradictions(
     ranks: RanksConfig, offload: OffloadConfig, *, rule: str, on_spike: str
 ) -> Iterator[str]:
-    """Yield a sentence for each thing that a pipeline without flushes cannot do.
+    """Yield a sentence for each feature that a pipeline without flushes does not support.
 
     Args:
         rule: name of the update rule.
-        on_spike: what is done about a step whose loss is far above the usual.
+        on_spike: the action for a step whose loss is far above the usual loss.
     """
     if ranks.flushes:
         return

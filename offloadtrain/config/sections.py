@@ -1,5 +1,5 @@
-"""The sections [data], [device], [log], [optim] and [train] of a job, and what their keys allow:
-the range of a key is declared with it, by `ranged`."""
+"""The sections [data], [device], [log], [optim] and [train] of a job. `ranged` declares each key
+with the range of its values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from offloadtrain.config.option import NOT_NEGATIVE, POSITIVE, SHARE, Rule, at_l
 from offloadtrain.config.units import parse_bytes
 
 Form = Literal["text", "chat", "completion"]
-"""What a record is: see `data/encode.py`."""
+"""Form of a record, see `data/encode.py`."""
 
 Packing = Literal["stream", "isolated", "padded"]
-"""How documents fill sequences: see [Note: packing] in `data/batches.py`."""
+"""Packing of documents into sequences, see [Note: packing] in `data/batches.py`."""
 
 
 IGNORED = -100
@@ -46,24 +46,23 @@ class DataConfig:
     """The source of the tokens.
 
     Attributes:
-        source: what `offloadtrain prepare` takes: a file or folder of text, JSONL, CSV or Parquet,
-            a folder of `datasets`, "hf:NAME", or "python-stdlib"; prepared on first use.
-        tokenizer: "bytes", a folder with a tokenizer of transformers, or a tokenizer.json;
-            empty: that of the weights in `model.hf`, else bytes. With `train`, the files must be
-            made by it.
-        form: what a record of `source` is; "auto": what the first one looks like.
+        source: input of `offloadtrain prepare`: a file or folder of text, JSONL, CSV or Parquet, a
+            folder of `datasets`, "hf:NAME", or "python-stdlib"; prepared on first use.
+        tokenizer: "bytes", a folder with a tokenizer of transformers, or a tokenizer.json; empty:
+            the tokenizer of the weights in `model.hf`, else bytes. Must match the files of `train`.
+        form: form of a record of `source`; "auto": detected from the first record.
         field: field of a record with the text.
-        chat_template: Jinja file in place of the tokenizer's own template.
+        chat_template: Jinja file to use instead of the tokenizer's own template.
         train: a token file made by `offloadtrain prepare`; replaces `source`.
         val: held-out token file, used with `train`.
         cache: folder for the token files prepared from `source`.
         val_fraction: share of the documents of `source` that is held out.
         seq_len: tokens per sequence.
-        packing: "stream": sequences are windows over all documents, and attention crosses their
-            ends; "isolated": the same, but positions and attention begin anew with each document;
-            "padded": one document per sequence, cut or filled up to `seq_len`.
-        varlen_attention: with packing "isolated", compute the attention within documents only,
-            instead of that of all pairs under a mask. Faster where documents are short; the results
+        packing: "stream": sequences are windows over all documents, and attention crosses the ends
+            of documents; "isolated": the same, but positions and attention restart at each
+            document; "padded": one document per sequence, cut or padded to `seq_len`.
+        varlen_attention: with packing "isolated", compute attention only within documents, instead
+            of attention of all pairs under a mask. Faster if documents are short; the results
             differ by rounding.
     """
 
@@ -86,7 +85,7 @@ class DataConfig:
 
 
 def data_contradictions(data: DataConfig, *, evaluates: int) -> list[str]:
-    """Return a sentence for each contradiction; `evaluates`: `train.eval_every`."""
+    """Return a sentence for each contradiction; `evaluates`: `train.eval_every` is set."""
     of_sources = broken(
         (
             data.source and (data.train or data.val),
@@ -130,9 +129,9 @@ class DeviceConfig:
     Attributes:
         kind: "auto": a GPU if there is one.
         threads: number of torch's CPU threads; 0: torch's choice.
-        process_memory_limit: limit on torch's GPU memory in this process, activations included
+        process_memory_limit: limit on torch's GPU memory in this process, including activations
             (CUDA only), such as "10 GiB"; empty: none.
-        placement: "as-set": as [offload] says; "auto": the plan chooses the fastest `working` and
+        placement: "as-set": use [offload]; "auto": the plan chooses the fastest `working` and
             `activation` that fit.
         machine: a machine file written by `offloadtrain doctor --save`; the plan uses its rates.
     """
@@ -147,17 +146,17 @@ class DeviceConfig:
 Destination = Literal["csv", "jsonl", "tensorboard", "wandb"]
 
 PACKAGES = ("tensorboard", "wandb")
-"""Destinations that need a package; it and our extra have the same name."""
+"""Destinations that need a package; the package has the same name as the extra of offloadtrain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Copies of the scalars of a run's log, made by rank 0 in the run folder.
+    """Copies of the scalars in a run's log; rank 0 writes them in the run folder.
 
     Attributes:
         to: "csv": metrics.csv; "jsonl": metrics.jsonl; "tensorboard": the folder tensorboard;
             "wandb": Weights & Biases, and the folder wandb.
-        project: of Weights & Biases; empty: as its own settings say.
+        project: project of Weights & Biases; empty: the project in its own settings.
     """
 
     to: tuple[Destination, ...] = ()
@@ -170,7 +169,8 @@ def check_packages(log: LogConfig) -> None:
         ConfigError: a package that `log.to` needs is not installed.
     """
     specs = {to: find_spec(to) for to in log.to if to in PACKAGES}
-    # A folder of the same name in the working directory, such as the one W&B makes, is no package.
+    # A folder with the same name in the working directory, for example W&B's folder, is not a
+    # package.
     missing = sorted(to for to, spec in specs.items() if spec is None or spec.origin is None)
     if missing:
         named = ", ".join(f'"{name}"' for name in missing)
@@ -185,23 +185,23 @@ class OptimConfig:
     """The update rule and its schedule.
 
     Attributes:
-        name: of the update rule.
-        lr: at its highest; under muon, of its matrices.
-        betas: of adamw, adam, lion and lamb; under muon, of its adamw.
-        eps: of adamw, adam, adagrad and lamb, whose authors use 1e-6; under muon, of its adamw.
-        momentum, dampening, nesterov: of sgd, which keeps a buffer unless `momentum` is 0.
-        lr_decay: of adagrad: step t uses lr / (1 + (t - 1) * lr_decay), on top of the schedule.
-        max_norm: of lamb: bounds the norm of a tensor in its trust ratio; 0: no bound.
-        muon_momentum: of muon; nesterov's, always.
-        adjust_lr: of muon: "original": lr times sqrt(max(1, rows / columns)); "match_rms_adamw": lr
-            times 0.2 * sqrt(max(rows, columns)).
-        adamw_lr: under muon, of all that is no matrix of a layer; the schedule's share of it.
-        weight_decay: decoupled, a share of `lr`; of sgd and adagrad an L2 term.
-        decay: "matrices": weight decay on parameters of two and more dimensions only.
-        schedule: of the rate after the warm-up.
-        warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
-            run shorter than the file's warm-up, a tenth of it.
-        min_lr_ratio: where the schedule ends, as a share of `lr`.
+        name: name of the update rule.
+        lr: highest learning rate; with muon, of its matrices.
+        betas: for adamw, adam, lion and lamb; with muon, for its adamw.
+        eps: for adamw, adam, adagrad and lamb, whose authors use 1e-6; with muon, for its adamw.
+        momentum, dampening, nesterov: for sgd, which stores a buffer unless `momentum` is 0.
+        lr_decay: for adagrad: step t uses lr / (1 + (t - 1) * lr_decay), on top of the schedule.
+        max_norm: for lamb: upper bound of a tensor's norm in its trust ratio; 0: no bound.
+        muon_momentum: for muon; always Nesterov's momentum.
+        adjust_lr: for muon: "original": lr times sqrt(max(1, rows / columns)); "match_rms_adamw":
+            lr times 0.2 * sqrt(max(rows, columns)).
+        adamw_lr: with muon, highest rate of all parameters that are not matrices of a layer.
+        weight_decay: decoupled, a share of `lr`; for sgd and adagrad an L2 term.
+        decay: "matrices": weight decay only on parameters with at least two dimensions.
+        schedule: course of the rate after the warm-up.
+        warmup_steps: linear warm-up from 0, in steps. If an override of `train.steps` makes the run
+            shorter than the file's warm-up, the warm-up is a tenth of the run.
+        min_lr_ratio: rate at the end of the schedule, as a share of `lr`.
     """
 
     name: Literal["adamw", "adam", "lion", "sgd", "adagrad", "lamb", "muon"] = "adamw"
@@ -296,36 +296,37 @@ class TrainConfig:
         steps: optimizer steps of the whole run.
         micro_batch: sequences per forward.
         grad_accum_steps: microbatches per step.
-        global_batch_tokens: tokens per step; if set, `grad_accum_steps` follows from it.
-        chunked_loss: compute the logits in parts of the vocabulary. They then take the memory of a
-            few parts instead of two copies of the whole; the head's product is computed twice.
+        global_batch_tokens: tokens per step; if set, determines `grad_accum_steps`.
+        chunked_loss: compute the logits in parts of the vocabulary. This takes the memory of a few
+            parts instead of two copies of all logits; the head's product is computed twice.
         label_smoothing, z_loss: weights of two more terms of the training loss, which validation
-            leaves out; with `chunked_loss` only.
+            omits; need `chunked_loss`.
         eval_every: steps between evaluations on the held-out tokens.
         eval_batches: microbatches of one evaluation.
-        checkpoint_every: steps between checkpoints; one is also made at the end and at a stop.
-        keep_last: how many of the newest checkpoints are kept.
-        keep_every: also keep the checkpoints of steps divisible by it; 0: none.
-        checkpoint_spill: bytes of each rank's host memory into which a save copies the state that
-            it writes last, so that the next update waits less; 0: none. With `checkpoint_every` and
+        checkpoint_every: steps between checkpoints; the end and a stop also make a checkpoint.
+        keep_last: number of the newest checkpoints to keep.
+        keep_every: also keep the checkpoints of steps divisible by this number; 0: none.
+        checkpoint_spill: bytes of each rank's host memory for a copy of the state that a save
+            writes last, so that the next update waits less; 0: none. Needs `checkpoint_every` and
             state on the host only.
-        on_spike: what a spike of the loss does to its step. "report": an alert is raised, and the
-            step is taken; "skip": the step is skipped; "rollback": the step is skipped, and the run
-            returns to its last checkpoint and continues with the data after the spike.
-        spike_score: a loss is a spike if it is this many robust standard deviations above the last
-            ones.
-        max_rollbacks: largest number of rollbacks in a run; the next spike ends it.
+        on_spike: action for the step of a loss spike. "report": raise an alert and take the step;
+            "skip": skip the step; "rollback": skip the step, return to the last checkpoint and
+            continue with the data after the spike.
+        spike_score: a loss is a spike if it is this many robust standard deviations above recent
+            losses.
+        max_rollbacks: largest number of rollbacks in a run; the next spike ends the run.
         log_every_s: seconds between plain console lines.
-        hang_timeout_s: least seconds without progress that end the run as hung; 0: never.
-            The limit rises to four times the longest silence that the same phase came out of.
-        max_s: most seconds of steps in one start, after which the run ends as after its last step;
-            a resume goes on. 0: no limit.
+        hang_timeout_s: smallest time without progress, in seconds, that ends the run as hung; 0:
+            never. The limit rises to four times the longest silence from which the same phase
+            recovered.
+        max_s: longest time of steps in one start, in seconds. Then the run ends as after its last
+            step; a resume continues it. 0: no limit.
         sample_tokens: length of the text generated at the end; 0: none.
-        sample_prompt: what it continues; empty: nothing, as at the begin of a document.
-        seed: of the first weights, of dropout and of the order of the data.
-        deterministic: only torch's deterministic kernels, which repeat a GPU's bits.
+        sample_prompt: start of the generated text; empty: start of a document.
+        seed: seed of the initial weights, of dropout and of the order of the data.
+        deterministic: use only torch's deterministic kernels, which repeat a GPU's bits.
         on_alert, on_end: a command and its arguments. Rank 0 runs it without a shell when an alert
-            is raised, or when this start ends; OFFLOADTRAIN_… variables say what happened.
+            is raised, or when this start ends; OFFLOADTRAIN_… variables describe the event.
     """
 
     steps: int = field(metadata={"rule": at_least(1)})

@@ -1,6 +1,6 @@
 """Conversion between TOML text and dataclasses: overrides, strict types, helpful errors.
 
-The meaning of keys is unknown here. A problem is a sentence that begins with the dotted key.
+It does not know the meaning of keys. A problem is a sentence that begins with the dotted key.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _SHOWN_CHARS = 60
 _MOST_BYTES = 1 << 20
 _MOST_UNKNOWN = 10
 _MOST_PARTS = 8
-"""Most parts of a dotted key in an override."""
+"""Largest number of parts of a dotted key in an override."""
 
 _MOST_MARKS = {"=": 1000, "[": 1000, "{": 1000, ".": 2000}
-"""Limits per job: ten times the need of all keys with comments. Time and stack of a TOML parser
-grow with the square of a dotted key's length, and every unknown key costs a search."""
+"""Limits per job: ten times the size of a job with all keys and comments. Time and stack of a TOML
+parser grow with the square of a dotted key's length, and every unknown key costs a search."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A job as parsed: tables of raw values, and the problems found so far.
+    """A parsed job: tables of raw values, and the problems found so far.
 
     Attributes:
-        origin: where the text came from, for messages.
-        keys: every valid dotted key, to propose the nearest one.
-        overridden: dotted keys that came from `--set`.
+        origin: origin of the text, for messages.
+        keys: every valid dotted key, to propose the nearest key.
+        overridden: dotted keys from `--set`.
     """
 
     origin: str
@@ -61,7 +61,7 @@ def read(path: str | Path) -> str:
     """Return the text of a job or machine file.
 
     Raises:
-        ConfigError: it is not a regular file, cannot be read, or is too large.
+        ConfigError: if it is not a regular file, cannot be read, or is too large.
     """
     try:
         return read_text(path, max_bytes=_MOST_BYTES, follow_link=True)
@@ -70,10 +70,10 @@ def read(path: str | Path) -> str:
 
 
 def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] = ()) -> Job:
-    """Parse TOML and apply `section.key=value` overrides; the last one wins.
+    """Parse TOML and apply `section.key=value` overrides; the last override of a key wins.
 
     Raises:
-        ConfigError: the text is not TOML or is too large, or an override has no key or descends
+        ConfigError: if the text is not TOML or is too large, or an override has no key or descends
             into a value.
     """
     _refuse_bombs(text, origin)
@@ -88,7 +88,8 @@ def parse(text: str, origin: str, keys: Sequence[str], overrides: Sequence[str] 
 
 
 def _refuse_bombs(text: str, origin: str) -> None:
-    """Raises ConfigError for a text that would take minutes to parse, or megabytes of errors."""
+    """Raise ConfigError for a text that would take minutes to parse, or cause megabytes of
+    errors."""
     for mark, most in _MOST_MARKS.items():
         if (count := text.count(mark)) > most:
             raise ConfigError(
@@ -115,7 +116,7 @@ def _apply(override: str, job: Job) -> None:
 
 
 def _override_value(text: str) -> Any:
-    """Read `text` as a TOML value, or as a bare string if it is not one (`cosine`, `/a/path`)."""
+    """Read `text` as a TOML value, or else as a bare string (`cosine`, `/a/path`)."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -124,10 +125,10 @@ def _override_value(text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: printable and short."""
+    """Return a printable and short form of a value, for messages."""
     try:
         text = str(value).lower() if isinstance(value, bool) else ascii(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
+    except ValueError:  # Python does not print integers with more than 4300 digits
         text = "(a very large number)"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
@@ -149,7 +150,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """Return the nearest known name, or nothing."""
-    from difflib import get_close_matches  # slow to import, and needed for errors only
+    from difflib import get_close_matches  # slow to import, and needed only for errors
 
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return close[0] if close else ""
@@ -170,8 +171,8 @@ def report_unknown(job: Job, table: Table, known: Sequence[str], name: str = "")
 def _hints(
     job: Job, name: str, key: str, value: Any, known: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (unknown key, similar valid keys), and keys of an unknown table that are valid in
-    another one."""
+    """Yield (unknown key, similar valid keys), and the keys of an unknown table that are valid in
+    another table."""
     inner = value if isinstance(value, dict) and not name else {}
     moved = [k for k in inner if _elsewhere(job, key, k)][:_MOST_UNKNOWN]
     for moved_key in moved:
@@ -186,7 +187,7 @@ def _hints(
 
 
 def _elsewhere(job: Job, section: str, key: str) -> list[str]:
-    """Return valid keys of this name, also with the section's name as prefix."""
+    """Return valid keys with this name, also with the section's name as prefix."""
     return [o for o in job.keys if o.rpartition(".")[2] in (key, f"{section}_{key}")]
 
 
@@ -216,8 +217,8 @@ def read_fields(job: Job, kinds: Mapping[str, Any], table: Table, name: str = ""
 def read_table(
     job: Job, kinds: Mapping[str, Any], table: Table, name: str = "", others: Sequence[str] = ()
 ) -> Table:
-    """Return the values of a table whose keys are those of `kinds`, and `others`, which somebody
-    else reads; see `read_fields`."""
+    """Return the values of a table with the keys `kinds`. The keys `others` are read elsewhere; see
+    `read_fields`."""
     report_unknown(job, table, [*kinds, *others], name)
     return read_fields(job, kinds, table, name)
 
@@ -233,15 +234,15 @@ def missing_fields(cls: type, present: Container[str]) -> list[str]:
 
 
 def converted(kind: Any, value: Any) -> Any:
-    """Return `value` converted to the annotated type. Conversion is strict: a bool is not accepted
-    as an int; an int is accepted as a float.
+    """Return `value` converted to the annotated type. Conversion is strict: an int does not accept
+    a bool; a float accepts an int.
 
     Raises:
-        ValueError: the value has another type; the message describes the accepted one.
+        ValueError: if the value has another type; the message describes the accepted type.
     """
     if get_origin(kind) in (UnionType, Union):  # TOML has no null: None is omitted
-        # A table selects a Mapping and a string a Literal, if there is one; otherwise the first
-        # type counts.
+        # A table selects a Mapping and a string a Literal, if the union has such a type; otherwise
+        # the first type is used.
         special: dict[type, Any] = {dict: Mapping, str: Literal}
         of_value = special.get(type(value))
         fits = [option for option in get_args(kind) if get_origin(option) is of_value is not None]
@@ -259,7 +260,7 @@ def converted(kind: Any, value: Any) -> Any:
     if type(value) is not kind:
         raise ValueError({str: "a string, in quotes", bool: "true or false"}[kind])
     if kind is str and any(0xD800 <= ord(char) < 0xE000 for char in value):
-        raise ValueError("valid UTF-8")  # an argument of the command line may hold any bytes
+        raise ValueError("valid UTF-8")  # an argument of the command line may have any bytes
     return value
 
 
@@ -302,7 +303,7 @@ def _int(value: Any) -> int:
 def emit(tables: Mapping[str, Any]) -> str:
     """Return TOML that parses back to `tables`: plain values first, then one section per table.
 
-    Values are bool, int, finite float, str, and lists, tuples or tables of those; keys are bare.
+    Values are bool, int, finite float, str, and lists, tuples or tables of them; keys are bare.
     """
     plain = [f"{key} = {text_of(v)}" for key, v in tables.items() if not isinstance(v, Mapping)]
     lines = ["\n".join(plain)] if plain else []

@@ -21,7 +21,7 @@ def parse_bytes(text: str) -> int:
     """Sizes such as "32GiB", "1.5 MB" or "4096" → bytes; GiB is 2^30, GB is 10^9.
 
     Raises:
-        ValueError: for anything else, and for sizes beyond 64 bits.
+        ValueError: if the text is not a size or the size is above 64 bits.
     """
     match = _BYTES.fullmatch(text)
     if match is None:
@@ -38,7 +38,7 @@ def parse_count(text: str) -> float:
     """Numbers such as "10B", "1.5M", "32k", "1e13" or "4096" → their value.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if the text is not a number.
     """
     match = re.fullmatch(
         r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([kmbt]?)\s*", text, re.IGNORECASE
@@ -84,8 +84,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_clock(unix_s: float, now_s: float) -> str:
-    """The local time of a moment: "03:48", "Sun 03:48" beyond twenty hours, "Dec 24" beyond six
-    days; "-" if unknown."""
+    """Local time: "03:48", "Sun 03:48" if more than twenty hours away, "Dec 24" if more than six
+    days away; "-" if unknown."""
     ahead_s = unix_s - now_s
     try:
         moment = datetime.fromtimestamp(unix_s)

@@ -1,31 +1,32 @@
 """Batches of windows from a token file, in an order defined by a few integers.
 
 [Note: global sample order]
-A window is `seq_len + 1` consecutive tokens; neighbours share one token, which is the last target
-of one and the first input of the next. An epoch has a fixed number of windows. Each epoch shifts
-their grid by a pseudo-random offset, so that windows begin anywhere and the last tokens are used
-too, and visits them in a pseudo-random order; both are functions of (seed, epoch) alone
-(`Permutation`). So "sample g", counted over all epochs, is the same whichever rank reads it.
-With `world` ranks a call of `next` advances the position by `batch · world` samples: rank r
-takes samples position + r, position + r + world, ... Every rank holds the same position; saved by
-any rank, it continues on any number of ranks, where exactly the samples not yet taken follow.
+A window is `seq_len + 1` consecutive tokens. Adjacent windows share one token, which is the last
+target of the first window and the first input of the second. An epoch has a fixed number of
+windows. Each epoch shifts their grid by a pseudo-random offset, so that windows begin at any token
+and the last tokens are also used, and visits them in a pseudo-random order. Both depend only on
+(seed, epoch), see `Permutation`. Therefore "sample g", counted over all epochs, is the same on
+every rank. With `world` ranks a call of `next` advances the position by `batch · world` samples:
+rank r takes samples position + r, position + r + world, ... Every rank has the same position. A
+position saved by any rank continues on any number of ranks, with exactly the samples that are not
+yet taken.
 
 [Note: packing]
-`packing` defines what a sample is:
+`packing` defines a sample:
 
     stream      a window of the file; attention crosses the ends of documents in it
-    isolated    the same window; positions and attention begin anew with each document, and the
-                first token of a document is not predicted from the one before it
-    padded      one document, cut to seq_len + 1 tokens or filled up
+    isolated    the same window; positions and attention restart at each document, and the
+                first token of a document is not predicted from the token before it
+    padded      one document, cut or padded to seq_len + 1 tokens
 
 The loss does not count a token that the file's mask excludes, a padding token, or a token without
 context before it: its target is IGNORED. Batches have different numbers of counted tokens, so the
-loss of a step has to be divided by the number in all its batches on all ranks. `counted` returns it
-before the first batch is taken, without communication, as every rank knows every sample.
+loss of a step must be divided by the number in all its batches on all ranks. `counted` returns this
+number before the first batch, without communication, because every rank knows every sample.
 
 With `masking` a target is not the next token but the original token at the same position, and only
-the chosen positions count. "padded" is then not allowed: attention to both sides would attend to
-padding.
+the chosen positions count. This does not support "padded", because bidirectional attention would
+attend to padding.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class Permutation:
     alone.
 
     A Feistel network over the bits of size - 1, in two parts that may differ by one bit, permutes
-    [0, 2^bits); values outside [0, size) are permuted again until they fall inside
-    ("cycle walking", Black and Rogaway, CT-RSA 2002), less than twice on average. It is good enough
-    to shuffle data, not for cryptography. Runs depend on the order: do not change it.
+    [0, 2^bits). Values outside [0, size) are permuted again until they are inside ("cycle walking",
+    Black and Rogaway, CT-RSA 2002), less than twice on average. It is good enough to shuffle data,
+    but not for cryptography. Runs depend on the order: do not change it.
 
     Attributes:
-        noise: 64 bits from the same seed and epoch, for uses besides the order.
+        noise: 64 bits from the same seed and epoch, for other uses than the order.
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
@@ -84,7 +85,8 @@ class Permutation:
         return walking.astype(np.int64)
 
     def _network(self, x: UInt64s) -> UInt64s:
-        """Change the low part by a hash of the high part, then the reverse, by turns."""
+        """Change the low part by a hash of the high part, then the high part by the low part, in
+        turns."""
         low_mask = (np.uint64(1) << self._low_bits) - np.uint64(1)
         high_mask = (np.uint64(1) << self._high_bits) - np.uint64(1)
         low, high = x & low_mask, x >> self._low_bits
@@ -107,7 +109,7 @@ def mix(x: UInt64s, key: np.uint64 | UInt64s) -> UInt64s:
 CHOSEN = 0.15
 """Share of the tokens that are predicted."""
 MASKED, RANDOM = 0.8, 0.1
-"""Shares of the chosen ones; the rest stays."""
+"""Shares of the predicted tokens; the remaining tokens do not change."""
 
 _BITS = np.uint64(24)
 
@@ -116,9 +118,11 @@ _BITS = np.uint64(24)
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """Attributes:
-    mask_token: stands for a hidden token; no token of the data.
-    vocab_size: above every token of the data; random tokens are below it.
+    """Masked language modelling: the choice and the replacement of hidden tokens.
+
+    Attributes:
+        mask_token: replaces a hidden token; not a token of the data.
+        vocab_size: larger than every token of the data; random tokens are smaller.
     """
 
     mask_token: int
@@ -133,13 +137,13 @@ class Masking:
     def chosen(
         self, seed: int, samples_N: npt.NDArray[np.int64], seq_len: int
     ) -> npt.NDArray[np.bool_]:
-        """Return which tokens are predicted, (N, T)."""
+        """Return True for predicted tokens, (N, T)."""
         return _share(self._drawn("chosen", seed, samples_N, seq_len)) < CHOSEN
 
     def hidden(
         self, tokens_NT: npt.NDArray[np.int64], seed: int, samples_N: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the replacement of each token if it is chosen, (N, T)."""
+        """Return the replacement of each token in case it is chosen, (N, T)."""
         how_NT = _share(self._drawn("how", seed, samples_N, tokens_NT.shape[1]))
         other_NT = self._drawn("other", seed, samples_N, tokens_NT.shape[1])
         random_NT = (other_NT % np.uint64(self.vocab_size)).astype(np.int64)
@@ -149,14 +153,14 @@ class Masking:
     def _drawn(
         self, what: str, seed: int, samples_N: npt.NDArray[np.int64], seq_len: int
     ) -> UInt64s:
-        """Return 64 random bits for each place of each sample, (N, T)."""
+        """Return 64 random bits for each position of each sample, (N, T)."""
         digest = hashlib.blake2b(f"masks {what} {seed}".encode(), digest_size=8).digest()
         rows_N = mix(samples_N.astype(np.uint64), np.uint64(int.from_bytes(digest, "little")))
         return mix(np.arange(seq_len, dtype=np.uint64)[None], rows_N[:, None])
 
 
 def _share(drawn: UInt64s) -> npt.NDArray[np.float64]:
-    """Uniform in [0, 1), of the highest bits."""
+    """Return numbers that are uniform in [0, 1), from the highest bits."""
     return (drawn >> (np.uint64(64) - _BITS)) / float(1 << int(_BITS))
 
 
@@ -169,13 +173,13 @@ _COUNTED_AT_ONCE = 1 << 22
 
 
 class Batch(NamedTuple):
-    """Windows: all int64 on the CPU, (B, T), contiguous.
+    """A batch of windows. All tensors are int64 on the CPU, (B, T), contiguous.
 
     Attributes:
-        targets_BT: the token after each, or with masking the one that is predicted in its place; or
+        targets_BT: the next token, or with masking the original token at the same position, or
             IGNORED.
-        positions_BT: the place of each token in its document, from 0 where the document or the
-            window begins; None: attention is over the whole window.
+        positions_BT: position of each token in its document, which starts from 0 at the start of
+            the document or the window; None: attention is over the whole window.
     """
 
     tokens_BT: Tensor
@@ -188,7 +192,7 @@ class Batches:
 
     Attributes:
         windows: samples in one epoch.
-        all_count: no target is ever IGNORED.
+        all_count: True if no target is ever IGNORED.
     """
 
     def __init__(
@@ -213,12 +217,12 @@ class Batches:
             rank: of `world`, see [Note: global sample order].
             shuffle: False, for evaluation, leaves out seed and offset: each epoch is the same and
                 visits the windows in even strides over the whole file, so that the first few
-                batches are a fair sample of it.
-            masking: hides tokens, to be predicted from all others; None: each is predicted from
-                those before it. Not with "padded".
+                batches are a fair sample of the file.
+            masking: hides tokens, which are predicted from all other tokens; None: each token is
+                predicted from the tokens before it. Not with "padded".
 
         Raises:
-            DataError: the file is shorter than one window, or lacks what `packing` needs.
+            DataError: if the file is shorter than one window, or lacks data that `packing` needs.
         """
         if packing == "padded" and masking is not None:
             raise ValueError("packing = 'padded' and masking: what pads would be seen")
@@ -234,7 +238,7 @@ class Batches:
         windows, width, num_offsets = (len(tokens) - 1) // seq_len, seq_len, 1
         if packing == "padded":
             windows, width = len(tokens.document_ends()), 1
-        elif shuffle:  # room for offsets of at least seq_len if the file is long enough
+        elif shuffle:  # leave an offset range of at least seq_len if the file is long enough
             windows = max(1, (len(tokens) - seq_len) // seq_len)
             num_offsets = len(tokens) - windows * seq_len
         self._grid = _Grid(windows, width, num_offsets, shuffle=shuffle)
@@ -246,18 +250,19 @@ class Batches:
         return self._grid.windows
 
     def skip(self, calls: int) -> None:
-        """Pass over what the next `calls` calls of every rank would return."""
+        """Skip the batches of the next `calls` calls on every rank."""
         self._position += calls * self._batch * self._world
 
     def cut_documents(self) -> tuple[int, int]:
-        """Return how many documents packing "padded" cuts, and how many tokens it leaves out."""
+        """Return the number of documents that packing "padded" cuts, and the number of tokens it
+        omits."""
         if self._packing != "padded" or self._ends is None:
             return 0, 0
         return cut_at(self._seq_len, np.diff(self._ends, prepend=0))
 
     @property
     def position(self) -> int:
-        """Samples that all ranks have taken so far."""
+        """Number of samples that all ranks have taken so far."""
         return self._position
 
     def next(self) -> Batch:
@@ -267,10 +272,11 @@ class Batches:
         return batch
 
     def at(self, position: int) -> Batch:
-        """Return this rank's batch at a position, without moving; from any thread.
+        """Return this rank's batch at a position, without a change of the position; from any
+        thread.
 
         Raises:
-            DataError: the file was written meanwhile.
+            DataError: if the file has been written since it was opened.
         """
         self._tokens.require_size()
         samples = position + self._rank + self._world * np.arange(self._batch)
@@ -291,7 +297,7 @@ class Batches:
         return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT), positions_BT)
 
     def counted(self, calls: int) -> int:
-        """Return how many targets the next `calls` calls of all ranks count together."""
+        """Return the number of counted targets in the next `calls` calls of all ranks together."""
         total = calls * self._batch * self._world
         if self.all_count or not total:
             return total * self._seq_len
@@ -300,10 +306,10 @@ class Batches:
         return sum(int(self._counted(self._indices(piece), piece).sum()) for piece in pieces)
 
     def _indices(self, samples: Indices) -> Indices:
-        """Return the index in the file of each token of each window, (N, S). Padding has the index
-        of the document's last token."""
-        # The first token of each sample's window, or the number of its document; samples may lie
-        # in several epochs.
+        """Return the file index of each token of each window, (N, S). Padding has the index of the
+        document's last token."""
+        # The first token of each sample's window, or the number of its document. Samples may belong
+        # to several epochs.
         starts_N = np.empty_like(samples)
         epochs = samples // self.windows
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
@@ -317,10 +323,10 @@ class Batches:
         return np.minimum(index_NS, self._ends[starts_N][:, None] - 1)
 
     def _counted(self, index_NS: Indices, samples: Indices) -> Mask:
-        """Return which targets of these samples the loss counts, (N, T)."""
+        """Return True for the targets of these samples that the loss counts, (N, T)."""
         if self._masking is not None:
             chosen_NT = self._masking.chosen(self._seed, samples, self._seq_len)
-            # None that the file's mask leaves out.
+            # Omit the tokens that the file's mask excludes.
             if self._tokens.counted is not None:
                 chosen_NT &= self._tokens.counted[index_NS[:, :-1]].astype(bool)
             return chosen_NT
@@ -335,7 +341,7 @@ class Batches:
         return counted_NT
 
     def _begins(self, index_NT: Indices) -> Indices:
-        """Return where the document of each token begins."""
+        """Return the index at which the document of each token begins."""
         assert self._ends is not None
         documents_NT = np.searchsorted(self._ends, index_NT, side="right")
         return np.where(documents_NT > 0, self._ends[documents_NT - 1], 0)
@@ -346,15 +352,16 @@ class Batches:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the global position, independent of rank and world, and the data it refers to."""
+        """Return the global position, independent of rank and world, and the identity of its
+        data."""
         epoch, sample = divmod(self._position, self.windows)
         return {"seed": self._seed, "epoch": epoch, "sample": sample, "data": self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; its seed replaces the one given here.
+        """Continue from `state_dict`; its seed replaces the seed of this object.
 
         Raises:
-            DataError: the state belongs to other tokens, window length or kind of order.
+            DataError: if the state belongs to other tokens, window length or kind of order.
         """
         saved, here = state.get("data", self._identity()), self._identity()
         if saved != here:
@@ -378,11 +385,11 @@ class Batches:
 
 
 class _Grid:
-    """The samples of an epoch, `width` tokens or documents apart, in an order of each epoch.
+    """The samples of an epoch, `width` tokens or documents apart, with an order for each epoch.
 
-    Shuffled samples are shifted by an offset below `num_offsets`, and permuted. Others are visited
-    in strides of about 0.618 of their number, the same each epoch: multiples of the golden ratio,
-    modulo 1, cover the unit interval evenly from the first few on.
+    Shuffled samples are shifted by an offset below `num_offsets` and permuted. Other samples are
+    visited in strides of about 0.618 of their number, the same in each epoch: multiples of the
+    golden ratio, modulo 1, cover the unit interval evenly from the first few on.
     """
 
     def __init__(self, windows: int, width: int, num_offsets: int, *, shuffle: bool) -> None:
@@ -408,10 +415,10 @@ def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 class Prefetch:
-    """Makes one batch ahead, on a thread of its own.
+    """Makes one batch in advance, on its own thread.
 
-    What comes next is still up to the batches: the one that was made ahead is taken only if they
-    stand where it was expected. So they can be skipped, restored and saved between two calls.
+    The batches still decide the order: the prefetched batch is used only if their position is the
+    expected position. Therefore they can be skipped, restored and saved between two calls.
     """
 
     def __init__(
@@ -422,8 +429,8 @@ class Prefetch:
     ) -> None:
         """
         Args:
-            ready: what the thread does with each batch, such as a copy to pinned memory.
-            thread: default: a new one.
+            ready: prepares each batch on the thread, for example with a copy to pinned memory.
+            thread: default: a new thread.
         """
         self._batches = batches
         self._ready = ready
@@ -431,10 +438,10 @@ class Prefetch:
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def next(self) -> Batch:
-        """Return the next batch; the batches move on by one call, and not by the one ahead."""
+        """Return the next batch; the batches advance by one call, without the prefetched batch."""
         position = self._batches.position
         if self._ahead is not None and self._ahead[0] == position:
-            # Usually done: it had a whole microbatch's time. Errors of the thread are raised here.
+            # Usually done after a whole microbatch. Errors of the thread are raised here.
             batch = self._ahead[1].result()
         else:
             batch = self._make(position)
@@ -444,7 +451,7 @@ class Prefetch:
         return batch
 
     def close(self) -> None:
-        """Drop the batch that was made ahead, once it is made."""
+        """Wait for the prefetched batch and drop it."""
         if self._ahead is not None:
             wait([self._ahead[1]])
         self._ahead = None

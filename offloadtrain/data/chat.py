@@ -4,11 +4,11 @@ A record of a conversation has the fields of OpenAI (`messages`), of ShareGPT (`
 `conversation`, with `from` and `value`) or of Alpaca (`instruction`, `input`, `output`):
 `messages_of` reads all three.
 
-A template that marks the assistant's words with `{% generation %}` defines which tokens count. With
-any other template, the tokens of turn k are the tokens that the rendering of the first k messages
-has and the rendering of the first k - 1 messages, with the prompt for an answer, has not. This is
-correct only if each of these renderings is a prefix, token by token, of the rendered conversation.
-It is checked for every turn; a template that, say, drops the reasoning of earlier turns is refused.
+A template that marks the assistant's text with `{% generation %}` defines the counted tokens. With
+any other template, the tokens of turn k are the difference of two renderings: the first k messages,
+and the first k - 1 messages with the prompt for an answer. This is correct only if each of these
+renderings is a prefix, token by token, of the rendered conversation. The prefixes are checked for
+every turn. A template that, for example, drops the reasoning of earlier turns is refused.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
-"""Speakers of ShareGPT; others have the names of the roles."""
+"""Speakers of ShareGPT; other speakers have the names of the roles."""
 _TURNS = ("messages", "conversations", "conversation")
 FIELDS = (*_TURNS, "instruction", "input", "output", "system", "tools")
 """All fields of a conversation that are read."""
 
 
 class ChatError(ValueError):
-    """A conversation that cannot be used: the text gives the reason."""
+    """A conversation that cannot be used; the text is the reason."""
 
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Return whether the fields of a record are those of a conversation."""
+    """Return True if the fields of a record are the fields of a conversation."""
     turns = (record.get(name) for name in _TURNS)
     texts = (record.get(name) for name in ("instruction", "output"))
     return any(isinstance(x, list) for x in turns) or all(isinstance(x, str) for x in texts)
 
 
 def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a record of OpenAI's, ShareGPT's or Alpaca's shape.
+    """Return the messages of a record in the form of OpenAI, ShareGPT or Alpaca.
 
-    Of Alpaca the question is `instruction` and, below an empty line, `input`. A field `system` is
-    the first message.
+    In the form of Alpaca the question is `instruction` and, after an empty line, `input`. A field
+    `system` is the first message.
 
     Raises:
-        ChatError: it has none of these shapes; the text says what is missing.
+        ChatError: if the record has none of these forms; the text names the missing field.
     """
     if isinstance(messages := record.get("messages"), list):
         turns = messages
@@ -90,7 +90,7 @@ def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _turn(turn: Any) -> Any:
-    """Return a turn of ShareGPT as a message; one that is a message already, as it is."""
+    """Return a turn of ShareGPT as a message; a turn that is already a message stays unchanged."""
     match turn:
         case {"from": str(speaker), "value": str(text)}:
             return {"role": ROLES.get(speaker, speaker), "content": text}
@@ -98,7 +98,7 @@ def _turn(turn: Any) -> Any:
 
 
 def _refuse_empty(messages: Messages, numbers: Iterable[int]) -> None:
-    """Raises ChatError where an answer says nothing: the model would learn to end its turn."""
+    """Raise ChatError if an answer is empty: the model would learn to end its turn."""
     for number in numbers:
         values = [value for name, value in messages[number].items() if name != "role"]
         if not any(map(_says_something, values)):
@@ -106,7 +106,7 @@ def _refuse_empty(messages: Messages, numbers: Iterable[int]) -> None:
 
 
 def _says_something(content: Any) -> bool:
-    """Tell whether there is a word, or what is not text, in the content of a message."""
+    """Return True if the content of a message has a word or a part that is not text."""
     if isinstance(content, list):
         return any(map(_says_something, content))
     text = content["text"] if _is_text(content) else content
@@ -129,10 +129,10 @@ class ChatTemplate:
         return hashlib.blake2b(self.template.encode(), digest_size=16).hexdigest()
 
     def encode(self, messages: Messages, tools: Any = None) -> tuple[npt.NDArray[np.uint32], Mask]:
-        """Return the tokens of a conversation, and 1 for those of the assistant's turns.
+        """Return the tokens of a conversation, and a mask with 1 for the assistant's turns.
 
         Raises:
-            ChatError: the template refuses it, nobody answers in it, or its turns are not known.
+            ChatError: if the template refuses it, it has no answer, or its turns are unknown.
         """
         turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
@@ -163,10 +163,10 @@ class ChatTemplate:
     def encode_completion(
         self, prompt: Messages, completion: Messages, tools: Any = None
     ) -> tuple[npt.NDArray[np.uint32], Mask]:
-        """Return the tokens of prompt and completion, and 1 for those of the completion.
+        """Return the tokens of prompt and completion, and a mask with 1 for the completion.
 
         Raises:
-            ChatError: as `encode`.
+            ChatError: as in `encode`.
         """
         _refuse_empty(completion, range(len(completion)))
         both = self._readable([*prompt, *completion], tools)
@@ -178,20 +178,20 @@ class ChatTemplate:
         return np.array(tokens, dtype=np.uint32), mask
 
     def encode_question(self, question: str) -> list[int]:
-        """Return the tokens of a user's first message, up to where the assistant's answer begins.
+        """Return the tokens of a user's first message, up to the start of the assistant's answer.
 
         Raises:
-            ChatError: the template refuses it.
+            ChatError: if the template refuses it.
         """
         text = self._render([{"role": "user", "content": question}], None, ask=True)
         return self._tokens([text])[0]
 
     def _readable(self, messages: Messages, tools: Any) -> Messages:
-        """Return the messages, with lists of text parts joined for a template that refuses a list
-        or writes it out as Python does.
+        """Return the messages. If the template refuses lists of text parts, or prints them as
+        Python lists, the parts are joined.
 
         Raises:
-            ChatError: such a template, and a part that is not text.
+            ChatError: if the parts must be joined and one is not text.
         """
         lists = {
             number: message["content"]
@@ -238,7 +238,7 @@ class ChatTemplate:
         return list(encoded)
 
     def _check_begins(self, tokens: list[int], part: list[int], what: str) -> None:
-        """Raises ChatError if the conversation's tokens do not begin with those of a part."""
+        """Raise ChatError if the conversation's tokens do not begin with the tokens of a part."""
         if tokens[: len(part)] == part:
             return
         at = next(
@@ -254,10 +254,10 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
-    """Return the tokenizer's own template, or the one in a Jinja file.
+    """Return the tokenizer's own template, or the template in a Jinja file.
 
     Raises:
-        DataError: there is no template, or transformers is not installed.
+        DataError: if there is no template, or transformers is not installed.
     """
     if Path(tokenizer.name).is_dir():
         loaded = pretrained(tokenizer.name)

@@ -4,13 +4,13 @@
     chat        a conversation, rendered by the chat template; the assistant's tokens count
     completion  `prompt` and `completion`, strings or messages; the completion's tokens count
 
-A text, and a completion that is a string, begins and ends with the tokenizer's tokens for that. A
-chat template writes its own.
+A text, and a completion that is a string, begins and ends with the tokenizer's tokens for start and
+end. A chat template writes its own tokens.
 
-The work of a worker is pure: its result depends on the file and the piece only. A thread does where
-reading is all the work. Processes parse records and encode text: Python holds its lock for the
-first, and for a part of the second. They are spawned, so a script that causes this needs the usual
-`if __name__ == "__main__":`.
+The work of a worker is pure: its result depends only on the file and the piece. Threads are enough
+if reading is all the work. Processes parse records and encode text, because Python holds its lock
+during parsing and during a part of encoding. Processes are spawned, so a script that causes this
+needs the usual `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Document:
     """The tokens of one record.
 
     Attributes:
-        split_hash: of what it says, decides whether it is held out.
-        counted: 1 for a token that the loss counts; None: all.
+        split_hash: hash of the content, which decides if the record is held out.
+        counted: 1 for a token that the loss counts; None: all tokens count.
     """
 
     split_hash: int
@@ -72,10 +72,10 @@ def form_of(record: Record | None) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Turns records of one form into documents.
+    """Converts records of one form into documents.
 
     Attributes:
-        field: of a record of text.
+        field: the field with the text, in the form "text".
         chat: None if no conversation is rendered.
     """
 
@@ -93,7 +93,7 @@ class Encoder:
         return self.form != "text"
 
     def encode(self, batch: Sequence[Record]) -> list[Document | Bad | None]:
-        """Return a document for each record; None for one without text."""
+        """Return a document for each record; None for a record without text."""
         if self.form == "text":
             return self._texts(batch)
         return [self._encode_record(record) for record in batch]
@@ -113,7 +113,7 @@ class Encoder:
         return documents
 
     def _raw(self, record: Record) -> bytes | Bad:
-        """Return the text in UTF-8. Bytes as tokens may spell half a surrogate pair, too."""
+        """Return the text in UTF-8. With bytes as tokens, half a surrogate pair is allowed."""
         text = record.get(self.field)
         if not isinstance(text, str):
             problem = f'field "{self.field}" is not a string'
@@ -127,7 +127,7 @@ class Encoder:
             return Bad(f'field "{self.field}" is not Unicode: it holds half a surrogate pair')
 
     def ended(self, ids: Ids, *, begins: bool = True, ends: bool = True) -> Ids:
-        """Return tokens with those at the begin and the end of a document."""
+        """Return the tokens with the tokens for the start and the end of a document."""
         begin = self.tokenizer.begin if begins else ()
         end = (self.tokenizer.end_of_document,) if ends else ()
         parts = (np.array(begin, ids.dtype), ids, np.array(end, ids.dtype))
@@ -156,8 +156,8 @@ class Encoder:
         return Document(hash64(json.dumps(values, sort_keys=True).encode()), ids, counted)
 
     def _completion(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
-        """Tokens of both together; those from where the prompt's own tokens end, or where a token
-        spans both, count (as in TRL)."""
+        """Return the tokens of prompt + completion and their mask. Counted tokens begin at the end
+        of the prompt's own tokens, or at a token that spans both (as in TRL)."""
         alone, together = self.tokenizer.encode_batch([prompt, prompt + completion])
         least = min(len(alone), len(together))
         differ = np.flatnonzero(alone[:least] != together[:least])
@@ -169,10 +169,10 @@ class Encoder:
 
 
 def _prompt_and_completion(record: Record) -> list[Any]:
-    """Return both, strings or lists of messages.
+    """Return prompt and completion, as strings or lists of messages.
 
     Raises:
-        ChatError: one is missing or of another kind.
+        ChatError: if a field is missing or has another type.
     """
     values: list[Any] = [record.get(name) for name in ("prompt", "completion")]
     if all(isinstance(value, str) for value in values):
@@ -188,7 +188,7 @@ def _prompt_and_completion(record: Record) -> list[Any]:
 
 
 def _fields_of(record: Record) -> str:
-    """Name the fields that could be meant."""
+    """Return a hint with the fields that the user may have meant."""
     if (form := form_of(record)) != "text":
         return f' (its fields are those of the form "{form}": choose it with --form {form})'
     if {"chosen", "rejected"} <= record.keys():
@@ -201,7 +201,7 @@ def _fields_of(record: Record) -> str:
     return f" ({there}: conversations are read from messages or conversations)"
 
 
-_BATCH = 1000  # records that are encoded at once
+_BATCH = 1000  # number of records encoded in one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Reading:
     """Reading options.
 
     Attributes:
-        threshold: documents whose 64-bit hash is below it are held out for validation.
+        threshold: documents with a smaller 64-bit hash are held out for validation.
         keep_going: count bad records instead of stopping at the first.
     """
 
@@ -220,10 +220,10 @@ class Reading:
 
 @dataclass(slots=True)
 class Side:
-    """The tokens of the documents on one side, training or validation.
+    """The tokens of the documents of one side, training or validation.
 
     Attributes:
-        ends: the index after the last token of each document that ends.
+        ends: index after the last token of each document that ends here.
     """
 
     parts: list[Ids] = field(default_factory=list)
@@ -240,7 +240,7 @@ class Side:
             self.ends.append(self.size)
 
     def join(self) -> None:
-        """Make one array of each kind, which is faster to send to another process."""
+        """Make one array of each kind, because sending it to another process is faster."""
         self.parts = [np.concatenate(self.parts)] if self.parts else []
         self.masks = [np.concatenate(self.masks)] if self.masks else []
 
@@ -250,9 +250,9 @@ class Encoded:
     """The documents of one or more pieces.
 
     Attributes:
-        lowest, highest: hash of any document; lowest > highest if there was none.
-        lines: records read, including bad and blank ones.
-        bad: (number of the record in the piece from 0, what is wrong with it).
+        lowest, highest: bounds of the documents' hashes; lowest > highest if there are none.
+        lines: number of records read, including bad and blank records.
+        bad: (number of the record in the piece from 0, problem of the record).
     """
 
     train: Side = field(default_factory=Side)
@@ -274,8 +274,8 @@ def read_pieces(pieces: tuple[Piece, ...], reading: Reading) -> Encoded:
     """Read and encode pieces in order.
 
     Raises:
-        OSError: a file cannot be read.
-        DataError: a file became shorter after it was found, or is of another form.
+        OSError: if a file cannot be read.
+        DataError: if a file became shorter after the search, or has another form.
     """
     encoded = Encoded()
     for piece in pieces:
@@ -328,25 +328,26 @@ def _read_table(piece: Piece, reading: Reading, output: Encoded) -> None:
 Task = tuple[Piece, ...]
 
 PROCESSES_FROM_BYTES = 128 << 20
-"""Bytes of tables from which processes are used; starting them costs more than it saves below."""
+"""Bytes of tables from which processes are used; with less, starting them costs more than it
+saves."""
 _SLOWER = 16
-"""A tokenizer is at least this many times slower than bytes, so processes pay off that much
-earlier."""
+"""A tokenizer is at least this many times slower than bytes, so processes are faster from a
+correspondingly smaller size."""
 FEWEST_PROCESSES = 3
-"""Fewest processes that are faster than one thread with records and bytes: their results go to the
-process that writes, which is as busy as one of them (benchmarks/data_speed.py)."""
+"""Smallest number of processes that are faster than one thread for records and bytes. Their results
+go to the writing process, which has as much work as one of them (benchmarks/data_speed.py)."""
 
-_reading: Reading | None = None  # of a worker process
+_reading: Reading | None = None  # set in a worker process
 
 
 def encode_in_order(
     pieces: Iterable[Piece], reading: Reading, jobs: int
 ) -> Iterator[tuple[Task, Encoded]]:
-    """Read and encode pieces in parallel and yield the results in order, a few in memory at a time.
+    """Read and encode pieces in parallel and yield the results in order, with few in memory.
 
     Raises:
         DataError, OSError: from `read_pieces`.
-        BrokenExecutor: a process ended early.
+        BrokenExecutor: if a process ended early.
     """
     tasks = list(_group(pieces))
     executor, read = _executor(tasks, reading, jobs)
@@ -365,7 +366,7 @@ def encode_in_order(
 
 
 def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
-    """Group small text pieces; a piece of a table stays alone, since its records are counted."""
+    """Group small text pieces; a piece of a table stays alone, because its records are counted."""
     group: list[Piece] = []
     num_bytes = 0
     for piece in pieces:
@@ -398,7 +399,7 @@ def _of_bytes(reading: Reading) -> bool:
 
 
 def _processes_pay(pieces: Sequence[Piece], reading: Reading, jobs: int) -> bool:
-    """Tell whether processes are sooner done than threads."""
+    """Return True if processes finish earlier than threads."""
     if not _of_bytes(reading):
         work = sum(piece.num_bytes for piece in pieces)
         return jobs > 1 and 0 < work >= PROCESSES_FROM_BYTES // _SLOWER
@@ -407,9 +408,9 @@ def _processes_pay(pieces: Sequence[Piece], reading: Reading, jobs: int) -> bool
 
 
 def _start(reading: Reading) -> None:
-    """Begin a worker process: one thread of it encodes, and Ctrl-C is left to the parent, which
-    ends the workers in its own time. If the parent is killed, they end too: they hold the other end
-    of their queue themselves, and would wait on it for ever."""
+    """Initialize a worker process: it encodes with one thread, and ignores Ctrl-C, which the parent
+    handles. If the parent is killed, the worker also ends. Otherwise it would wait forever for its
+    queue, because it holds both ends of the queue."""
     global _reading
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -420,7 +421,7 @@ def _start(reading: Reading) -> None:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()  # waits for its end, however it ends
+        parent.join()  # waits for its end, for any reason
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""How long documents are, and what packing "padded" cuts of them at each length of a sequence."""
+"""Lengths of documents, and the tokens that packing "padded" cuts at each sequence length."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _BAR = 24
 
 
 def cut_at(seq_len: int, lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Return how many documents packing "padded" cuts, and how many tokens it leaves out.
+    """Return the number of documents that packing "padded" cuts, and the number of tokens it omits.
 
     Args:
-        lengths: tokens of each document; one is a sequence and its last target.
+        lengths: tokens of each document; a sequence with its last target is not cut.
     """
     beyond = lengths - (seq_len + 1)
     return int((beyond > 0).sum()), int(beyond[beyond > 0].sum())
 
 
 def length_table(lengths: npt.NDArray[np.int64]) -> str:
-    """Return a histogram over powers of two, with what is cut at each of them as data.seq_len."""
+    """Return a histogram over powers of two, with the cut tokens at each power as data.seq_len."""
     total, powers = int(lengths.sum()), (1 << power for power in range(1, 63))
     bounds = [bound for bound in powers if lengths.min() <= bound < 2 * lengths.max()]
     counts = np.diff([0, *np.searchsorted(np.sort(lengths), bounds, side="right")])

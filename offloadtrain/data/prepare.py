@@ -1,18 +1,18 @@
 """Sources to token files, in parallel, with the same result for any number of jobs.
 
-`source.py` finds files, `records.py` cuts them into pieces and reads these, `encode.py` makes
-documents of a piece, and this writes them in order.
+`source.py` finds files, `records.py` cuts them into pieces and reads the pieces, `encode.py`
+converts pieces to documents, and this module writes the documents in order.
 
 [Note: held-out documents]
-Validation text consists of whole documents, chosen by a hash and not by position: of its relative
-name for a text file, of its content for a record of a table. So the choice does not depend on the
-machine, and hardly changes when the source grows. If the fraction would leave one side empty, the
-nearest document moves there.
+Validation text consists of whole documents, which a hash selects, not the position: the hash of the
+relative name for a text file, the hash of the content for a record of a table. Therefore the choice
+does not depend on the machine, and hardly changes when the source grows. If one side would be
+empty, the nearest document moves to this side.
 
-A few text files, or one among them that is most of the text, cannot be divided like this. If the
-bytes of one side were less than half or more than twice the target, the end of every file is held
-out instead; for a single file, always. If neither comes close, as with few lines of JSONL,
-`PreparedFiles.remark` says so.
+A few text files, or text files of which one has most of the text, cannot be divided like this. If
+the bytes of one side would be less than half or more than twice the target, the end of every file
+is held out instead; for a single file, always. If neither method comes close, for example with few
+lines of JSONL, `PreparedFiles.remark` says so.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
 from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
 from offloadtrain.hardware.file_system import lock
 
-_LEAST_PART = 256  # bytes of a text file on either side of a cut
-_FAR = 2.0  # a side with so many times more or fewer tokens than asked for
-_VERSION = 3  # version of the rules in this package; a new one makes cached files stale
+_LEAST_PART = 256  # smallest size in bytes of both parts of a divided text file
+_FAR = 2.0  # a side with so many times more or fewer tokens than requested
+_VERSION = 3  # version of the rules in this package; a new version makes cached files stale
 _SHOWN_BAD_LINES = 10
 _MOST_JOBS = 4096
 
@@ -54,10 +54,10 @@ class PreparedFiles:
 
     Attributes:
         val: None if nothing is held out.
-        val_fraction: the requested share of all tokens.
+        val_fraction: requested share of all tokens.
         skipped_lines: bad records skipped by this call; 0 if the files were reused.
-        skipped: the first few of them, as "file:line: what is wrong: how it begins".
-        reused: the files existed already, made from the same source and settings.
+        skipped: the first few of them, as "file:line: problem: start of the record".
+        reused: the files already existed, made from the same source and settings.
     """
 
     train: Path
@@ -73,7 +73,7 @@ class PreparedFiles:
 
     @property
     def remark(self) -> str:
-        """A sentence if the split is far from the requested one; else empty."""
+        """A sentence if the split is far from the requested split; else empty."""
         total, held_out = self.train_tokens + self.val_tokens, self.val_tokens
         if not held_out or near(held_out, self.val_fraction, total):
             return ""
@@ -94,7 +94,7 @@ class _Settings:
     bad_lines: str
 
     def fingerprint(self, files: Sequence[SourceFile]) -> str:
-        """Return a hash of the settings and of each file's name, size and time of change."""
+        """Return a hash of the settings and of each file's name, size and modification time."""
         encoder = self.encoder
         facts: list[Any] = [
             *(_VERSION, self.val_fraction, self.bad_lines),
@@ -120,26 +120,26 @@ def prepare(
 ) -> PreparedFiles:
     """Make `out`/train.bin and `out`/val.bin, unless they exist and are up to date.
 
-    Several processes may call this at once for one `out`: the first prepares, the others wait
-    and find it done. A script that calls this on much data needs the usual
-    `if __name__ == "__main__":`, because it is then encoded in processes of their own.
+    Several processes may call this at the same time for one `out`: the first prepares, and the
+    other processes wait and reuse the files. A script that calls this on much data needs the usual
+    `if __name__ == "__main__":`, because separate processes then encode the data.
 
     Args:
         source: see `find_files`.
         out: a folder, made if missing.
-        val_fraction: of the documents, held out: see [Note: held-out documents]; 0: none.
+        val_fraction: share of held-out documents, see [Note: held-out documents]; 0: none.
         tokenizer: see `tokenizer.py`.
-        form: of records, see `encode.py`; "auto": the fields of the first record decide.
-        field: of a record of text, holds the text.
-        chat_template: a Jinja file; default: the tokenizer's own.
+        form: form of records, see `encode.py`; "auto": determined by the first record's fields.
+        field: the field with the text, in records of text.
+        chat_template: a Jinja file; default: the tokenizer's own template.
         bad_lines: action for a record that cannot be used: "error" or "skip".
         jobs: workers; 0: one per CPU of this process.
-        progress: called in this thread with (bytes done, bytes in all).
+        progress: called in this thread with (bytes done, total bytes).
 
     Raises:
-        ConfigError: an invalid argument.
-        DataError: nothing to read, a bad line, an unreadable file, a full disk; `out` is then
-            unchanged.
+        ConfigError: if an argument is invalid.
+        DataError: for an empty source, a bad line, an unreadable file, or a full disk; `out` is
+            then unchanged.
     """
     problems = broken(
         (not 0.0 <= val_fraction < 1.0, f"val_fraction = {val_fraction:g} must be in [0, 1)"),
@@ -191,10 +191,10 @@ def prepare(
 def _encoder(
     files: Sequence[SourceFile], tokenizer: str, form: str, field: str, chat_template: str
 ) -> Encoder:
-    """Return what encodes these files: one form for all of them.
+    """Return the encoder of these files, with one form for all of them.
 
     Raises:
-        DataError: a file or the tokenizer is not of this form.
+        DataError: if a file or the tokenizer does not support the form.
     """
     words = tokenizer_named(tokenizer)
     tables = [file for file in files if file.is_table]
@@ -217,7 +217,7 @@ def _encoder(
 
 
 def _refuse_unguarded_script() -> None:
-    """End a worker that is running the caller's script again because it has no main guard.
+    """End a worker that runs the caller's script again because the script has no main guard.
 
     Otherwise it would deadlock with its parent, which holds the lock.
     """
@@ -253,7 +253,7 @@ def _build(
     progress: Progress | None,
 ) -> PreparedFiles:
     at_words = not isinstance(settings.encoder.tokenizer, ByteTokenizer)
-    # Where whole files cannot give the fraction, their ends are held out.
+    # If whole files cannot give the fraction, the ends of files are held out.
     tails = _tails(files, settings.val_fraction)
     pieces = [
         piece for file in files for piece in cut(file, tails.get(file.name, 0), at_words=at_words)
@@ -320,7 +320,7 @@ class _Tally:
         for number, problem in encoded.bad:
             bad_line = f"{where}{self._lines + number + 1}: {problem}"
             if not reading.keep_going:
-                if self.highest >= 0:  # without a good record before it, all may be bad
+                if self.highest >= 0:  # without an earlier good record, all may be bad
                     bad_line += (
                         "\nCorrect it, or let `prepare --bad-lines skip` leave such records out: "
                         "it counts them"
@@ -338,7 +338,7 @@ class _Tally:
 def _commit(
     train: TokenWriter, val: TokenWriter, tally: _Tally, val_fraction: float
 ) -> PreparedFiles:
-    """Publish both files; an old validation file without a successor is removed."""
+    """Publish both files; an old validation file without a new version is removed."""
     train.commit()
     if val.count:
         val.commit()
@@ -372,7 +372,7 @@ def _why_not(files: Sequence[SourceFile], tally: _Tally) -> str:
 
 
 def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
-    """Return name → bytes at its end to hold out; empty if whole files are held out."""
+    """Return the held-out bytes at the end of each file; empty if whole files are held out."""
     if not val_fraction or any(file.is_table for file in files):
         return {}
     ends = {file.name: round(file.num_bytes * val_fraction) for file in files}
@@ -394,11 +394,11 @@ def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
 
 
 def near(size: int, fraction: float, total: int) -> bool:
-    """Return whether both sides are near their targets."""
+    """Return True if both sides are near their targets."""
     sides = (size, fraction * total), (total - size, (1 - fraction) * total)
     return all(target / _FAR <= actual <= target * _FAR for actual, target in sides)
 
 
 def divide(threshold: int, lowest: int, highest: int) -> int:
-    """Move the threshold just enough to leave a document on each side, if there are two."""
+    """Change the threshold just enough to leave a document on each side, if there are two."""
     return max(min(threshold, highest), lowest + 1)

@@ -1,9 +1,10 @@
 """Pieces of source files, and the records of a piece: lines of JSONL, rows of CSV, Parquet, Arrow.
 
-Any worker can read any piece, in any order. The cuts depend on the files alone, so that the tokens
-are the same for any number of workers. Documents do not span the pieces of a table, but a long text
-file does. A piece of text ends at a character, where possible at the end of a line or before a
-space: a tokenizer sees whole words. (Of bytes as tokens any place is as good.)
+Any worker can read any piece, in any order. The cuts depend only on the files, so that the tokens
+are the same for any number of workers. A document is in one piece of a table, but a long text file
+spans several pieces. A piece of text ends at a character, if possible at the end of a line or
+before a space, so that a tokenizer gets whole words. (With bytes as tokens any position is as
+good.)
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from offloadtrain.data.tokens import DataError
 
 PIECE_BYTES = 4 << 20
 _TABLE_BYTES = 1 << 20
-"""Size of a piece of JSONL. Small pieces keep all workers busy to the end."""
+"""Size of a piece of JSONL. Small pieces give all workers work until the end."""
 _MOST_SLICES = 8
-"""Most pieces of a row group of Parquet, which each worker decodes completely."""
+"""Largest number of pieces of a row group of Parquet, which each worker decodes completely."""
 _LOOKED_AT = 4096
-"""Bytes after a cut of text in which the end of a line or a space is sought."""
+"""Range in bytes after a cut of text in which the end of a line or a space is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,10 @@ class Piece:
     Attributes:
         start, stop: bytes of text, JSONL or CSV; rows of the group of Parquet; record batches of
             Arrow.
-        split_hash: decides whether the document of a text file is held out; None for a table, each
-            of whose records goes to training or validation by its own hash.
-        begins_document, ends_document: of text: the document begins or ends here.
-        num_bytes: of the file, for progress.
+        split_hash: decides if the document of a text file is held out; None for a table, whose
+            records are assigned to training or validation by their own hashes.
+        begins_document, ends_document: for text, the document begins or ends here.
+        num_bytes: bytes of the file, for progress.
         group: row group of Parquet.
     """
 
@@ -62,11 +63,11 @@ def hash64(raw: bytes) -> int:
 
 
 def cut(file: SourceFile, tail_bytes: int = 0, *, at_words: bool = False) -> Iterator[Piece]:
-    """Split a file into pieces of about `PIECE_BYTES`, in order.
+    """Divide a file into pieces of about `PIECE_BYTES`, in order.
 
     Args:
-        tail_bytes: if not 0, a text file is treated as two documents, of which the last, of that
-            many bytes, has the hash 0 and the first the highest hash.
+        tail_bytes: if not 0, a text file is treated as two documents. The last document has this
+            many bytes and the hash 0, the first has the highest hash.
         at_words: move the cuts of a text file to the ends of words.
     """
     if file.is_table:
@@ -98,7 +99,8 @@ def _ranges(
 
 
 def _word_end(file: SourceFile, at: int) -> int:
-    """Return the first good place for a cut, from `at` on and in the first half of what is left."""
+    """Return the first good position of a cut, from `at` on, in the first half of the remaining
+    bytes."""
     with open_regular(file.path, follow_link=True) as opened:
         opened.seek(at)
         text = opened.read(min(_LOOKED_AT, (file.num_bytes - at) // 2))
@@ -110,7 +112,7 @@ def _word_end(file: SourceFile, at: int) -> int:
 
 
 def _rows(file: SourceFile) -> Iterator[Piece]:
-    """Cut CSV after rows. A line ends a row if the quotes before it are even in number: a quote
+    """Cut CSV after rows. A line ends a row if the number of quotes up to its end is even: a quote
     inside a quoted field is doubled (RFC 4180)."""
     bounds, quotes, at = [0], 0, 0
     with open_regular(file.path, follow_link=True) as opened:
@@ -156,7 +158,7 @@ def _record_batches(file: SourceFile) -> Iterator[Piece]:
 
 @contextmanager
 def readable(file: SourceFile) -> Iterator[None]:
-    """Turn what pyarrow raises for a damaged or foreign file into a DataError."""
+    """Convert pyarrow's errors for a damaged or foreign file into a DataError."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:  # ArrowInvalid is a ValueError
@@ -179,12 +181,12 @@ def arrow_batches(file: SourceFile) -> Iterator[Any]:
 Record: TypeAlias = dict[str, Any]
 _EXCERPT_CHARS = 80
 LONGEST_LINE = 64 << 20
-"""Bytes of a record of JSONL: each worker holds one in memory."""
+"""Largest size of a record of JSONL in bytes: each worker has one record in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A record that cannot be read or used, and why."""
+    """The reason why a record cannot be read or used."""
 
     problem: str
 
@@ -193,16 +195,16 @@ def records(piece: Piece, columns: Sequence[str]) -> Iterator[Record | Bad | Non
     """Yield the records of a piece in order; None for a blank line.
 
     Args:
-        columns: the columns of Parquet and Arrow that are read, if they are there.
+        columns: the columns of Parquet and Arrow to read, if they exist.
 
     Raises:
-        DataError, OSError: the file cannot be read.
+        DataError, OSError: if the file cannot be read.
     """
     return _TABLES[piece.file.kind].read(piece, columns)
 
 
 def first_record(file: SourceFile) -> Record | None:
-    """Return the first record that can be read, with all its columns."""
+    """Return the first readable record, with all its columns."""
     for piece in cut(file):
         for record in records(piece, ()):
             if isinstance(record, dict):
@@ -223,7 +225,7 @@ def _lines_starting_in(file: IO[bytes], piece: Piece) -> Iterator[tuple[bytes, i
     position = piece.start
     if position:
         file.seek(position - 1)
-        _, length = next(bounded_lines(file, 1 << 20))  # the line that began earlier
+        _, length = next(bounded_lines(file, 1 << 20))  # the line that began before the piece
         position += length - 1
     lines = bounded_lines(file, LONGEST_LINE)
     while position < piece.stop and (next_line := next(lines, None)):
@@ -233,13 +235,13 @@ def _lines_starting_in(file: IO[bytes], piece: Piece) -> Iterator[tuple[bytes, i
 
 
 def _parse_line(line: bytes, length: int) -> Record | None:
-    """Return the object, None for a blank line.
+    """Return the object, or None for a blank line.
 
     Args:
-        length: in the file, where `line` may be its beginning.
+        length: length of the line in the file; `line` may be only its start.
 
     Raises:
-        ValueError: the line is not an object; the text gives the reason.
+        ValueError: if the line is not an object; the text is the reason.
     """
     if length > LONGEST_LINE:
         raise ValueError(f"a line of {length:,} bytes, and at most {LONGEST_LINE:,} are read")
@@ -258,7 +260,8 @@ def _parse_line(line: bytes, length: int) -> Record | None:
 
 
 def _csv(piece: Piece, columns: Sequence[str]) -> Iterator[Record | Bad | None]:
-    """Yield the rows of a range that begins and ends with a row, named by the first of the file."""
+    """Yield the rows of a range that begins and ends with a row; the file's first row has their
+    names."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if piece.file.name.lower().endswith(".tsv") else ","
     with open_regular(piece.file.path, follow_link=True) as file:
@@ -270,7 +273,7 @@ def _csv(piece: Piece, columns: Sequence[str]) -> Iterator[Record | Bad | None]:
     rows = _parsed(raw, delimiter, piece)
     if piece.start == 0:
         next(rows)
-        yield None  # the line of names
+        yield None  # the row of names
     for row in rows:
         if not row:
             yield None
@@ -308,7 +311,7 @@ def _arrow(piece: Piece, columns: Sequence[str]) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """How a kind of tables is cut into pieces, and how a piece is read."""
+    """How files of one kind of table are cut into pieces, and how a piece is read."""
 
     cut: Callable[[SourceFile], Iterator[Piece]]
     read: Callable[[Piece, Sequence[str]], Iterator[Record | Bad | None]]

@@ -1,7 +1,7 @@
 """Sources: the files of text or records that are prepared, in a fixed order.
 
 A *document* is a text file, or one record of a table: a line of JSONL, a row of CSV, Parquet or
-Arrow. The suffix of its name says what a file is. A text file whose bytes are not text is refused.
+Arrow. The suffix of a file determines its kind. A text file whose bytes are not text is refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def optional(package: str, what: str) -> Any:
     """Import a package that only some sources need.
 
     Raises:
-        DataError: it is not installed; `what` needs it.
+        DataError: if the package is not installed; the message names `what` as the reason.
     """
     try:
         return importlib.import_module(package)
@@ -72,14 +72,14 @@ def find_files(source: str | Path, excluded: Path) -> list[SourceFile]:
     """Return the regular files of a source, sorted by name.
 
     Args:
-        source: a file, a folder (recursively, without names that begin with a dot), a folder
-            written by `datasets.Dataset.save_to_disk`, "hf:NAME" or "hf:NAME:SPLIT" as
-            `datasets.load_dataset` takes it (split "train"), or "python-stdlib": the .py files of
-            the running interpreter's standard library, including its tests if installed, 30 MB.
-        excluded: a folder to skip: the output folder may be inside the source.
+        source: a file, a folder (recursive, without names that begin with a dot), a folder
+            written by `datasets.Dataset.save_to_disk`, "hf:NAME" or "hf:NAME:SPLIT" as in
+            `datasets.load_dataset` (split "train"), or "python-stdlib": the .py files of the
+            running interpreter's standard library, including its tests if installed, 30 MB.
+        excluded: a folder to skip, because the output folder may be inside the source.
 
     Raises:
-        DataError: the source is missing or holds no text.
+        DataError: if the source is missing or has no text.
     """
     if str(source).startswith(HUB):
         return _of_hub(str(source).removeprefix(HUB))
@@ -111,8 +111,8 @@ def find_files(source: str | Path, excluded: Path) -> list[SourceFile]:
 
 
 def _walk(root: Path, excluded: Path, suffix: str = "") -> Iterator[SourceFile]:
-    """Yield the files of a folder and its subfolders. Of links only those to files are followed;
-    a warning counts the others."""
+    """Yield the files of a folder and its subfolders. Only links to files are followed; a warning
+    counts the other links."""
     skipped = {"__pycache__", "site-packages", "dist-packages"} if suffix == ".py" else set()
     not_followed: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=_raise):
@@ -143,7 +143,7 @@ def _raise(error: OSError) -> None:
 
 
 def _as_source_file(path: Path, name: str) -> Iterator[SourceFile]:
-    """Yield one, or nothing if it is neither a file nor a link to one."""
+    """Yield the source file of a file or a link to a file; yield nothing for other paths."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def _as_source_file(path: Path, name: str) -> Iterator[SourceFile]:
 
 
 def _of_datasets_folder(root: Path) -> Iterator[SourceFile]:
-    """Yield the Arrow files of a folder that `save_to_disk` wrote."""
+    """Yield the Arrow files of a folder from `save_to_disk`."""
     for entry in _facts(root / "state.json", "_data_files"):
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name != os.path.basename(name):
@@ -164,10 +164,10 @@ def _of_datasets_folder(root: Path) -> Iterator[SourceFile]:
 
 
 def _facts(path: Path, key: str) -> list[Any]:
-    """Return the list under a key of a file that `datasets` wrote.
+    """Return the list under a key of a JSON file that `datasets` wrote.
 
     Raises:
-        DataError: it cannot be read, or has no such list.
+        DataError: if the file cannot be read, or has no such list.
     """
     try:
         content = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
@@ -179,10 +179,10 @@ def _facts(path: Path, key: str) -> list[Any]:
 
 
 def _of_hub(name: str) -> list[SourceFile]:
-    """Return the Arrow files in the cache of `datasets`, which downloads what is not there.
+    """Return the Arrow files in the cache of `datasets`, which downloads missing files.
 
     Raises:
-        DataError: `datasets` is not installed, or cannot load it.
+        DataError: if `datasets` is not installed, or cannot load the data.
     """
     datasets = optional("datasets", f"{HUB}{name}")
     path, _, split = name.partition(":")
@@ -190,7 +190,7 @@ def _of_hub(name: str) -> list[SourceFile]:
         raise DataError(f"{HUB}{name}: a part of a split cannot be chosen, only a whole one")
     try:
         loaded = datasets.load_dataset(path, split=split or "train")
-    except Exception as error:  # of many kinds: its own, huggingface_hub's, of the network
+    except Exception as error:  # many types: its own, huggingface_hub's, network errors
         reason = " ".join(str(error).split())
         raise DataError(f"{HUB}{name}: datasets cannot load it: {reason}") from error
     paths = [Path(entry["filename"]) for entry in loaded.cache_files]
@@ -199,10 +199,11 @@ def _of_hub(name: str) -> list[SourceFile]:
 
 _HEAD_BYTES = 1 << 16
 _JUDGED_BYTES = 1 << 10
-"""Shorter files are not judged: a short text may contain any byte."""
+"""Shorter files are not checked, because a short text may have any byte."""
 
 _MOST_ZEROS, _MOST_CONTROLS = 0.01, 0.05
-"""Shares. Bytes of no encoding of text (compressed ones, say) are 11 % controls."""
+"""Largest shares in a text. In bytes that are not text (for example compressed), 11 % are
+controls."""
 
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b")) + b"\x7f"
 
@@ -233,7 +234,7 @@ _KNOWN = [
 
 
 def refuse_binary(files: Sequence[SourceFile]) -> None:
-    """Raises DataError for files that are not text; other tables than CSV are judged when they are
+    """Raise DataError for files that are not text. Tables other than CSV are checked when they are
     read."""
     texts = [file for file in files if file.kind in ("text", "csv")]
     binaries = [(file, why) for file in texts if (why := _binary(file))]

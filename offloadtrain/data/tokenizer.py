@@ -31,9 +31,9 @@ _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "</s>", "<eos>"),
     *("<end_of_turn>", "[EOS]", "[SEP]"),
 )
-"""Names of the token that ends a document, in files that do not say which it is."""
+"""Names of the token that ends a document, for files that do not name this token."""
 _PROBE = "".join(map(chr, range(128))) + "\u00e9\u4e2d\U0001f600"
-"""Text whose bytes tell a tokenizer of bytes from others."""
+"""Text whose bytes distinguish a tokenizer of bytes from other tokenizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Tokenizer(ABC):
     """Text to tokens and back.
 
     Attributes:
-        name: what `tokenizer` loads it by.
-        identity: equal for two that make the same tokens of any text.
-        vocab_size: above every token.
+        name: the name with which `tokenizer` loads it.
+        identity: equal for two tokenizers that make the same tokens of any text.
+        vocab_size: larger than every token.
         end_of_document: the token after a document.
-        begin: tokens that it puts before a document.
-        backend: what encodes and decodes; it neither pads nor truncates.
+        begin: the tokens before a document.
+        backend: encodes and decodes; it neither pads nor truncates.
     """
 
     name: str
@@ -58,7 +58,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the tokens of each text, without those at the begin and the end of a document."""
+        """Return the tokens of each text, without tokens for the start and the end of a
+        document."""
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self.backend.decode(list(tokens)))
@@ -95,10 +96,10 @@ class PythonTokenizer(Tokenizer):
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of that name, which a `TokenFile` also carries.
+    """Return the tokenizer with this name, for example the name in a `TokenFile`.
 
     Raises:
-        DataError: there is no such tokenizer, it cannot be read, or its package is missing.
+        DataError: if there is no such tokenizer, it cannot be read, or its package is missing.
     """
     if name == "bytes":
         return ByteTokenizer("bytes", "bytes", vocab_size=256, end_of_document=0)
@@ -120,7 +121,7 @@ def pretrained(folder: str) -> Any:
     """Return the tokenizer of transformers in a folder.
 
     Raises:
-        DataError: transformers is not installed, or cannot load it without running its code.
+        DataError: if transformers is not installed, or cannot load it without running its code.
     """
     transformers = optional("transformers", f"the tokenizer in {folder}")
     try:
@@ -128,7 +129,7 @@ def pretrained(folder: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # of any class, for a file of others
+    except Exception as error:  # any class, for a file of another kind
         reason = " ".join(str(error).split())
         raise DataError(f"transformers cannot load a tokenizer from {folder}: {reason}") from error
 
@@ -136,7 +137,7 @@ def pretrained(folder: str) -> Any:
 def _of_pretrained(name: str, loaded: Any) -> Tokenizer:
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend and backend.get_vocab_size() == 256:
-        # As `export` writes the tokenizer of bytes for transformers.
+        # `export` writes the tokenizer of bytes in this form for transformers.
         if backend.encode(_PROBE, add_special_tokens=False).ids == [*_PROBE.encode()]:
             return tokenizer("bytes")
     end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
@@ -163,7 +164,7 @@ def _of_file(path: Path) -> Tokenizer:
     tokenizers = optional("tokenizers", f"the tokenizer {path}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # a plain Exception, for a file that is none
+    except Exception as error:  # a plain Exception for a file that is not a tokenizer
         raise DataError(f"{path} is not a tokenizer.json: {error}") from error
     vocabulary = backend.get_vocab(with_added_tokens=True)
     end = next((vocabulary[end] for end in _ENDS if end in vocabulary), None)
@@ -176,7 +177,7 @@ def _of_file(path: Path) -> Tokenizer:
 
 
 def _of_backend(name: str, backend: Any, end: int) -> RustTokenizer:
-    backend = type(backend).from_str(backend.to_str())  # a copy, which is changed
+    backend = type(backend).from_str(backend.to_str())  # a copy that may be changed
     backend.no_truncation()
     backend.no_padding()
     with_special, plain = (backend.encode("a", add_special_tokens=s).ids for s in (True, False))
@@ -191,7 +192,7 @@ def _of_backend(name: str, backend: Any, end: int) -> RustTokenizer:
 
 
 def _before(plain: list[int], with_special: list[int]) -> tuple[int, ...]:
-    """Return the tokens before a text's own."""
+    """Return the tokens before the tokens of a text."""
     for start in range(len(with_special) - len(plain) + 1):
         if with_special[start : start + len(plain)] == plain:
             return tuple(with_special[:start])

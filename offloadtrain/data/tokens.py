@@ -1,4 +1,5 @@
-"""Token files: a header of one page, then raw little-endian token numbers and what belongs to them.
+"""Token files: a header of one page, then raw little-endian tokens, document lengths and a loss
+mask.
 
     bytes 0-7     magic
     bytes 8-15    format version, length of the JSON; uint32, little-endian
@@ -7,16 +8,16 @@
     then          `documents` numbers of tokens, uint64: the length of each document
     then          if `masked`, `count` bytes: 1 if the loss counts the prediction of this token
 
-The header has a fixed size, so that the count can be filled in after a file was written in one
-pass, and the tokens start on a page. All three parts are in one file, so that they are published,
-verified and moved as one.
+The header has a fixed size, so that the count can be written after the tokens in one pass, and the
+tokens start on a page. All three parts are in one file, so that they are published, verified and
+moved together.
 
 [Note: Verified once]
-Each file is read in full before the first training on it: a flipped byte would silently train
-another model, and a token outside the vocabulary would end a run midway. Results are cached in the
-user's folder ($OFFLOADTRAIN_CACHE, or ~/.cache/offloadtrain), not next to the data, which may be
-read-only: size, inode and times of the file, and the hash of its tokens. A file is read again if
-one of these changes, or at every start if there is no cache.
+Each file is read in full before the first training on it, because a flipped byte would silently
+train a different model, and a token outside the vocabulary would end a run midway. Results are
+cached in the user's folder ($OFFLOADTRAIN_CACHE, or ~/.cache/offloadtrain), not next to the data,
+which may be read-only. The cache has size, inode and times of the file, and the hash of its tokens.
+A file is read again if one of these changes, or at every start if there is no cache.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ LENGTH = np.dtype("<u8")
 
 
 class DataError(InputError):
-    """Text or tokens that cannot be used: the message names the file, the problem and the
+    """Text or tokens that cannot be used; the message names the file, the problem and the
     remedy."""
 
 
@@ -65,13 +66,13 @@ class TokenHeader:
 
     Attributes:
         dtype: uint8, uint16 or uint32.
-        count: tokens in the file.
-        tokenizer: its name, or the path that it was loaded from.
-        content: blake2b of all that follows the header, 128 bits in hexadecimal.
-        tokenizer_id: what tells tokenizers apart, see `Tokenizer.identity`; "" if unknown.
+        count: number of tokens in the file.
+        tokenizer: name of the tokenizer, or the path from which it was loaded.
+        content: blake2b of all bytes after the header, 128 bits in hexadecimal.
+        tokenizer_id: identity of the tokenizer, see `Tokenizer.identity`; "" if unknown.
         fingerprint: hash of the source and settings; "" if unknown.
-        documents: documents in the file; 0 if unknown.
-        masked: a loss mask is stored; otherwise every token counts.
+        documents: number of documents in the file; 0 if unknown.
+        masked: the file has a loss mask; otherwise every token counts.
     """
 
     dtype: str
@@ -94,7 +95,7 @@ class TokenHeader:
 
 
 def is_token_file(path: str | Path) -> bool:
-    """Return whether a file begins as a token file."""
+    """Return True if a file begins like a token file."""
     if not os.path.isfile(path):
         return False
     with open_regular(Path(path), follow_link=True) as file:
@@ -106,15 +107,16 @@ class TokenFile:
 
     Attributes:
         header: see `TokenHeader`.
-        tokens: (count,) of the header's dtype; pages are read from disk as they are touched.
-        counted: (count,) uint8, mapped as well, 1 if the loss counts the token; None: all count.
+        tokens: (count,) of the header's dtype; pages are read from disk when they are accessed.
+        counted: (count,) uint8, also mapped, 1 if the loss counts the token; None: all tokens
+            count.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Map the file; `scan` checks its tokens.
 
         Raises:
-            DataError: the file is missing, damaged, empty or made by a newer version.
+            DataError: if the file is missing, damaged, empty or made by a newer version.
         """
         self.path = Path(path)
         try:
@@ -144,13 +146,13 @@ class TokenFile:
         return self.header.count
 
     def require_size(self) -> None:
-        """Check that the file has not become shorter or longer since it was opened. To read past
-        its end would end the process; a file that has replaced it does no harm.
+        """Check that the size of the file has not changed since it was opened. Reading after its
+        end would kill the process. A file that has replaced it is harmless.
 
         Raises:
-            DataError: it has.
+            DataError: if the size has changed.
         """
-        with suppress(OSError):  # removed: it stays mapped
+        with suppress(OSError):  # removed: the mapping stays valid
             now = os.stat(self.path)
             if os.path.samestat(now, self._status) and now.st_size != self._status.st_size:
                 raise DataError(
@@ -159,11 +161,11 @@ class TokenFile:
                 )
 
     def document_ends(self) -> npt.NDArray[np.int64]:
-        """Return the index after the last token of each document, (documents,), read from the
-        file: 8 bytes of memory each.
+        """Return the index after the last token of each document, (documents,), read from the file:
+        8 bytes of memory per document.
 
         Raises:
-            DataError: the file does not say where documents begin.
+            DataError: if the file does not have the starts of documents.
         """
         ends = np.cumsum(self._lengths(), dtype=np.int64)
         if not len(ends) or ends[-1] != len(self):
@@ -178,10 +180,10 @@ class TokenFile:
         """Read every token once, and compare all of them with the header.
 
         Args:
-            progress: called in this thread with (bytes read, bytes in all).
+            progress: called in this thread with (bytes read, total bytes).
 
         Raises:
-            DataError: they differ from the written ones, or one is outside the vocabulary.
+            DataError: if they differ from the written tokens, or a token is outside the vocabulary.
         """
         content, outside = new_hash(), ""
         total = self.tokens.nbytes + self.header.mask_bytes
@@ -261,10 +263,10 @@ def _is_plausible(header: TokenHeader) -> bool:
 
 
 def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
-    """Check that the `num_bytes` after the header are those that it declares.
+    """Check that the `num_bytes` after the header match the header.
 
     Raises:
-        DataError: they are not, or there are no tokens.
+        DataError: if they do not, or there are no tokens.
     """
     width = DTYPES[header.dtype]
     num_bytes -= header.length_bytes + header.mask_bytes
@@ -290,11 +292,11 @@ _COPIED_BYTES = 1 << 24
 
 
 class TokenWriter:
-    """Writes a token file piece by piece; `commit` publishes it, complete and durable.
+    """Writes a token file piece by piece; `commit` publishes the complete and durable file.
 
-    Until then the bytes are in `<path>.tmp` (and in files without a name), which leaving the
-    context without `commit` removes. One writer per path at a time. The smallest dtype that holds
-    the vocabulary is chosen.
+    Before that, the bytes are in `<path>.tmp` (and in nameless files). Leaving the context without
+    `commit` removes them. Only one writer per path at a time. The smallest dtype for the vocabulary
+    is chosen.
     """
 
     def __init__(
@@ -325,10 +327,10 @@ class TokenWriter:
         self._document_begins = 0
 
     def __enter__(self) -> Self:
-        self._temporary.unlink(missing_ok=True)  # with the mode that another version gave it
+        self._temporary.unlink(missing_ok=True)  # with the mode that another version set
         self._file = open(self._temporary, "wb", opener=partial(os.open, mode=0o600))
         self._file.write(bytes(HEADER_BYTES))
-        # They follow the tokens in the file, whose number is known at the end only.
+        # They follow the tokens in the file, whose number is known only at the end.
         self._lengths = tempfile.TemporaryFile(dir=self.path.parent)
         self._mask = tempfile.TemporaryFile(dir=self.path.parent)
         return self
@@ -352,11 +354,11 @@ class TokenWriter:
         """Append tokens of any integer dtype.
 
         Args:
-            ends: of the documents that end in `tokens`, the index after their last token.
+            ends: index after the last token of each document that ends in `tokens`.
             counted: the loss mask of `tokens`; required if the file is masked.
 
         Raises:
-            DataError: a token is below 0 or not below the vocabulary size; nothing is appended.
+            DataError: if a token is negative or not below the vocabulary size; nothing is appended.
         """
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise DataError(
@@ -413,10 +415,10 @@ def verify(tokens: TokenFile, progress: Progress | None = None) -> None:
     """Read the file, unless it was verified before.
 
     Args:
-        progress: called in this thread with (bytes read, bytes in all).
+        progress: called in this thread with (bytes read, total bytes).
 
     Raises:
-        DataError: its tokens differ from the written ones, or are outside its vocabulary.
+        DataError: if its tokens differ from the written tokens, or are outside its vocabulary.
     """
     facts, cache = _facts(tokens), _cache_file(tokens)
     if cache is not None:
@@ -424,7 +426,7 @@ def verify(tokens: TokenFile, progress: Progress | None = None) -> None:
             if read_json(cache, max_bytes=_MOST_CACHE_BYTES, trusted_owner=True) == facts:
                 return
     tokens.scan(progress)
-    if cache is not None and _facts(tokens) == facts:  # else it has changed meanwhile
+    if cache is not None and _facts(tokens) == facts:  # otherwise the file has changed
         with suppress(OSError):  # a full or read-only home: the file is read again next time
             cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(cache, json.dumps(facts))
@@ -437,14 +439,14 @@ def _facts(tokens: TokenFile) -> dict[str, Any]:
         "bytes": status.st_size,
         "inode": status.st_ino,
         "mtime_ns": status.st_mtime_ns,
-        "ctime_ns": status.st_ctime_ns,  # ctime sees any change: mtime can be reset
+        "ctime_ns": status.st_ctime_ns,  # ctime changes with every change; mtime can be reset
         "content": tokens.header.content,
         "vocab_size": tokens.header.vocab_size,
     }
 
 
 def _cache_file(tokens: TokenFile) -> Path | None:
-    """Return the file with the facts of a verified one; None: there is no folder for it."""
+    """Return the cache file of a verified token file; None if there is no folder for it."""
     override = os.environ.get("OFFLOADTRAIN_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.abspath(override) if override else os.path.join(caches, "offloadtrain")

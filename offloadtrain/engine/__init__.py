@@ -1,9 +1,9 @@
 """The offload engine over arbitrary modules.
 
-It knows no model, no data, no job. `partition.py` divides a model into blocks, `build.py`
+It depends on no model, data or job. `partition.py` divides a model into blocks, `build.py`
 allocates, `autograd/` hooks into the user's forward and backward, `gradients.py` and `block.py`
 report events to the program of `step`, and `interpreter.py` runs its operations on lanes.
-`state.py` and `weights.py` load and save. `division.py` says what it asks of models that are
+`state.py` and `weights.py` load and save. `division.py` declares the interface for models that are
 divided among ranks.
 Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradient's way.
 """

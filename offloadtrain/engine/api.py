@@ -56,7 +56,7 @@ def resolve_device(device: str | torch.device, precision: str) -> torch.device:
     """Return the device to compute on, and bind this process to its NUMA node.
 
     Raises:
-        ValueError: it is not there, or has no arithmetic of this precision.
+        ValueError: the device does not exist, or does not support this precision.
     """
     on = _named_device(device)
     if precision == "auto":
@@ -66,7 +66,7 @@ def resolve_device(device: str | torch.device, precision: str) -> torch.device:
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 name = torch.cuda.get_device_name(on)
                 raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
-    # Before any host memory is mapped: it lies next to the CPUs that touch it first.
+    # Before any host memory is mapped: Linux puts a page on the node that touches it first.
     _place_kernels(on)
     return on
 
@@ -86,7 +86,7 @@ def _named_device(device: str | torch.device) -> torch.device:
 
 
 def _place_kernels(device: torch.device) -> None:
-    """Bind kernels and host memory to the GPU's NUMA node, whose ranks share its cores."""
+    """Bind kernels and host memory to the NUMA node of the GPU; local ranks share its cores."""
     if device.type != "cuda":
         return
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -99,7 +99,7 @@ def _place_kernels(device: torch.device) -> None:
 
 _OF_ONE_HOST = (
     *("pin_memory", "host_memory_limit", "scratch_dir", "scratch_in_memory"),
-    "activation_policy",  # a function, which has no name that all ranks know
+    "activation_policy",  # a function has no name that is equal on all ranks
 )
 _OF_ONE_STAGE = (
     *_OF_ONE_HOST,
@@ -111,15 +111,15 @@ _OF_ONE_STAGE = (
 
 
 def check_alike(ranks: Ranks, values: Mapping[str, Any], each: str, remedy: str = "") -> None:
-    """Compare values among processes; a collective.
+    """Check that values are equal on all processes; a collective.
 
     Args:
-        values: name → a value of JSON's types.
-        each: what a process is called.
-        remedy: ends the message instead of the first difference.
+        values: name → a value of a JSON type.
+        each: noun for a process in the message, such as "rank".
+        remedy: replaces the description of the first difference in the message.
 
     Raises:
-        RankError: those of a process differ from the first one's.
+        RankError: a process has other values than process 0.
     """
     for number, values_there in enumerate(of_each := ranks.gather(values)):
         for what, value in values_there.items():
@@ -136,8 +136,8 @@ def check_same_model(
     config: OffloadConfig,
     division: Division,
 ) -> None:
-    """Raises RankError unless all ranks have the same model, groups and options, and all parts of
-    it the same model and groups."""
+    """Raises RankError unless all ranks have the same model, groups and options, and all
+    tensor-parallel parts the same model and groups."""
     ranks = division.replicas
     names = {param: name for name, param in model.named_parameters()}
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
@@ -150,8 +150,8 @@ def check_same_model(
 
 
 def check_same_options(config: OffloadConfig, rule: AnyRule, division: Division) -> None:
-    """Raises RankError unless all stages, and all parts of this one, have the same options and
-    rule; their parameters differ."""
+    """Raises RankError unless all pipeline stages, and all tensor-parallel parts of this stage,
+    have the same options and rule; their parameters differ."""
     for ranks, each, but in (
         (division.stages, "stage", _OF_ONE_STAGE),
         (division.parts, "part", _OF_ONE_HOST),
@@ -175,8 +175,8 @@ _Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable
 
 
 class OffloadArguments(OffloadOptions, total=False):
-    """The keywords of `offload()`: what belongs to this process, and the options of
-    `OffloadConfig`, for editors and type checkers. `offload()` documents them."""
+    """The keywords of `offload()`, for editors and type checkers: arguments of this process and the
+    options of `OffloadConfig`. `offload()` documents them."""
 
     params: _Params | None
     device: str | torch.device
@@ -194,56 +194,56 @@ def offload(
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
 
     The model's parameters become views of flat buffers of the working dtype on the device; their
-    values as given become the fp32 master weights. Tied parameters stay tied. Frozen parameters are
-    moved and cast with the rest and have no state. Norms with running statistics keep fp32
+    original values become the fp32 master weights. Tied parameters stay tied. Frozen parameters are
+    moved and cast like the others and have no state. Norms with running statistics keep fp32
     parameters; buffers keep their dtype. fp32 inputs are cast where they meet 16-bit weights (see
-    `cast_inputs`), and losses that the model computes are fp32, as under `torch.autocast`. For
-    16-bit logits that it returns, and inside a `checkpoint` of your own, take the loss of
+    `cast_inputs`), and losses that the model computes are fp32, as under `torch.autocast`. If the
+    model returns 16-bit logits, and inside a `checkpoint` of your own, compute the loss of
     `logits.float()`.
 
     Gradients leave the device during backward. Between backward and `step()`, `.grad` is a view of
-    them where they are, as a rule on the host, and the step uses what is written into it. torch's
-    `clip_grad_norm_` of all parameters takes the norm that the engine has measured; it does what
-    `optimizer.clip_grad_norm_(max_norm)` does. After `step()`, `.grad` is None.
+    the gradient in its present tier, usually the host, and `step()` uses what is written into it.
+    torch's `clip_grad_norm_` of all parameters uses the norm that the engine has measured and is
+    equivalent to `optimizer.clip_grad_norm_(max_norm)`. After `step()`, `.grad` is None.
 
     `optimizer.backward(loss)` divides by `grad_accum_steps` and scales fp16 losses. A plain
-    `loss.backward()` does neither, as in every torch loop: divide the loss before it. If the loss
+    `loss.backward()` does neither, as in every torch loop: divide the loss first. If the loss
     is divided already (Accelerate, the Trainer), call `optimizer.backward(loss, divide=False)`.
-    Loops whose backwards follow each other without a forward in between call
+    Loops with consecutive backwards and no forward in between call
     `optimizer.end_micro_step()` after each plain `loss.backward()`. For pipelines see `pipeline`.
 
-    `model.load_state_dict` keeps working: fp32 values become the master weights as they are.
+    `model.load_state_dict` keeps working: fp32 values become the master weights unchanged.
 
     Args:
-        model: any module, not wrapped for data parallelism. Parameters may be on the meta device,
+        model: any module, not wrapped for data parallelism. Parameters may be on the meta device
             with `param_init_fn`: then a full copy of the model never exists.
         rule: `AdamW(...)`, `Adam`, `Lion`, `SGD`, `Adagrad`, `LAMB`, `Muon` or your own
             (docs/extending.md); default AdamW().
-        config: the options in one object, instead of their keywords.
+        config: the options in one object, as an alternative to their keywords.
         options: the keywords that follow.
 
     Keywords:
-        params: parameters, with names or without, or groups as for a torch optimizer; each
-            trainable parameter in exactly one. Default: all of them in one group.
+        params: parameters, named or not, or groups as for a torch optimizer; each
+            trainable parameter in exactly one group. Default: all of them in one group.
         device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1", or a torch.device.
             Default: "auto".
-        process_group: of torch.distributed, whose ranks share the state of this model: each keeps
-            and updates its shard. Every one of them calls `offload`, `step` and so on at the same
-            point. Default: all ranks where torch.distributed is initialised, else this process
-            alone. Rank 0's weights are everybody's.
-        mesh: instead of `process_group`, with axes "dp", whose ranks share the state (or
-            "dp_replicate" and "dp_shard" of hybrid sharding: the ranks of each group, those of a
-            host as a rule, share the state, and all groups sum their gradients), and "pp",
-            whose ranks hold the other stages of the model: the norm is that of all stages, and they
-            skip together. `pipeline` makes the stages as well. And "tp", along which the model's
-            DTensors (of `parallelize_module`) are divided: each rank offloads its part, and the
-            norm counts each part once. Or "dp" and "ep", along which `expert_parallel` has divided
-            the experts: all ranks have batches of their own and share the state of what all hold;
-            the ranks of "dp" share that of their experts. "pp" or "tp" may stand beside these two.
-        param_init_fn: gets each module that owns meta parameters or buffers, in the order of
-            `model.modules()`, with memory and without values, and fills what it owns.
-        weights, gradients, state, activations, sharding, memory: the options in groups, as
-            `OffloadConfig` has them, or each by its name.
+        process_group: process group of torch.distributed whose ranks share the state of this model:
+            each stores and updates its shard. All of its ranks call `offload`, `step` and so on at
+            the same point. Default: all ranks if torch.distributed is initialised, else only this
+            process. All ranks start from the weights of rank 0.
+        mesh: replaces `process_group`. Axis "dp": its ranks share the state (or "dp_replicate" and
+            "dp_shard" of hybrid sharding: the ranks of a "dp_shard" group, usually those of a host,
+            share the state, and all groups sum their gradients). "pp": its ranks hold the other
+            stages of the model; the norm is that of all stages, and they skip steps together.
+            `pipeline` makes the stages as well. "tp": the model's DTensors (of
+            `parallelize_module`) are divided along it: each rank offloads its part, and the norm
+            counts each part once. "dp" and "ep": `expert_parallel` has divided the experts along
+            "ep": all ranks have different batches and share the state of the common parameters;
+            the ranks of "dp" share that of their experts. "pp" or "tp" can be combined with these.
+        param_init_fn: is called with each module that has meta parameters or buffers, in the order
+            of `model.modules()`, after their memory is allocated and uninitialised, and fills them.
+        weights, gradients, state, activations, sharding, memory: the options in groups, as in
+            `OffloadConfig`, or each by its name.
 
     Raises:
         ModelError: a model that would not train correctly, naming the parameter.
@@ -267,14 +267,14 @@ def offload(
         division = Division(replicas=Ranks.of(process_group, device))
         if chosen.skip_unused or any(map(is_distributed, model.parameters())):
             division = _divided(division, device)
-    # Weights that are made here are trained, also if the caller is in inference mode.
+    # Weights made here are trained, even if the caller is in inference mode.
     with torch.inference_mode(False):
         return attach(model, rule, params, chosen, device, division, param_init_fn)
 
 
 def _divided(mesh: DeviceMesh | Division, on: torch.device) -> Division:
     """Return the division of a model by a mesh."""
-    # By name: nothing here depends on the package that divides models, which depends on this one.
+    # Imported by name: `offloadtrain.parallel` depends on this package.
     division: Division = import_module("offloadtrain.parallel.mesh").division_of(mesh, on)
     return division
 
@@ -289,10 +289,10 @@ def attach(
     param_init_fn: ParamInit | None,
     ledger: Ledger | None = None,
 ) -> OffloadOptimizer:
-    """Offload a model, or a part of one; the arguments are those of `offload`, resolved.
+    """Offload a model or a stage of it; the arguments are those of `offload`, resolved.
 
     Args:
-        ledger: that of the process's other engines.
+        ledger: ledger that this process's engines share; None for a single engine.
     """
     ranks = division.replicas
     chosen.zero_stage_among(ranks.size)
@@ -323,7 +323,7 @@ def attach(
 
 
 def optimizer_of(model: nn.Module) -> OffloadOptimizer | None:
-    """Return the optimizer that trains a model, if there is one."""
+    """Return the optimizer of a model, or None if the model is not offloaded."""
     optimizer: OffloadOptimizer | None = offloaded[model]() if model in offloaded else None
     return optimizer
 

@@ -1,5 +1,5 @@
-"""Blocks: where their working weights are, the graphs that still read them, and the pins that keep
-the streamed ones on the device."""
+"""Blocks: the place of their working weights, the graphs that still read them, and the pins that
+keep streamed blocks on the device."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 class StaleGraphError(OffloadTrainError):
-    """A backward over a graph whose weights have been updated since."""
+    """A backward through a graph whose weights have been updated since."""
 
 
 _Views = list[tuple[Callable[[Tensor], None], Tensor]]
-"""What makes each parameter a view, and the view."""
+"""For each parameter: the function that sets its data, and the view to set."""
 
 
 class Source:
-    """Brings a block's weights to where compute reads them. A block gets its source once, when
-    memory is laid out: no caller asks where its weights are. This class serves weights that are
-    there all the time.
+    """Makes a block's weights available to compute. Each block gets its source when memory is laid
+    out, so that callers need not know where its weights are. This class serves weights that are
+    always on the device.
 
     Attributes:
         gathers: a use is a collective of the ranks that have shards of the weights.
@@ -63,37 +63,37 @@ class Source:
         """Let compute read a parameter that no hook of its module has waited for.
 
         Args:
-            in_graph: autograd may save it for a backward.
-            in_forward: some forward runs.
+            in_graph: autograd may save the parameter for a backward.
+            in_forward: a forward is in progress.
 
         Returns:
-            A copy of the weights; None: the parameter's own memory can be read.
+            A copy of the weights; None: the parameter's memory can be read directly.
 
         Raises:
-            StreamError: the weights are in shards, and no forward runs, in which all ranks would
-                read them.
+            StreamError: the weights are in shards, and no forward is in progress, in which all
+                ranks would read them.
         """
         return None
 
     def waits_with_model(self, block: Block) -> bool:
-        """Tell whether the model's own forward must wait for a block that nothing else waits for:
-        no forward of its module has run."""
+        """Return True if the model's forward must wait for a block whose module no forward has
+        called."""
         return False
 
     def unpacked(self, block: Block, clock: int) -> None:
         """A node of the graph is about to read the weights; see `Block.unpacked`."""
 
     def is_at(self, block: Block, clock: int) -> bool:
-        """Tell whether `unpacked` would do nothing."""
+        """Return True if `unpacked` would do nothing."""
         return True
 
     def pinned(self, block: Block) -> bool:
-        """Tell whether a forward or a backward in progress needs the weights where they are."""
+        """Return True if a running forward or backward needs the weights in their present place."""
         return block.forwards > 0
 
 
 class _Closed(Source):
-    """The source of a block whose engine is closed: its parameters hold their weights."""
+    """The source of a block after `close()`: its parameters hold their weights."""
 
     def unpacked(self, block: Block, clock: int) -> None:
         raise StaleGraphError(
@@ -106,52 +106,53 @@ class _Closed(Source):
 
 
 class ParameterViews:
-    """What a block's parameters are views of: its slot of the device, the host's copy, or NaN.
+    """The memory that a block's parameters view: its slot on the device, the host copy, or NaN.
 
-    Only the views change. Autograd does not notice: saved weights are handles for this reason.
+    Only the views change. Autograd does not notice this: saved weights are handles for this reason.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """`buckets`: all that a forward of the block reads."""
+        """`buckets`: all buckets that a forward of the block reads."""
         self.buckets = buckets
         self._ranges: dict[Buffer | None, tuple[Range, ...]] = {}
-        """Device memory of the first bucket → that of all."""
+        """Device memory of the first bucket → ranges of all buckets."""
         self._made: dict[tuple[Buffer, ...], _Views] = {}
-        """Memory → views of it. Made once: blocks change slots at every use."""
+        """Memory → views of it. Cached, as blocks change slots at every use."""
         self._absent: _Views = []
         self._placeholders: dict[Bucket, Tensor] = {}
         self.params = [slot.param for bucket in buckets for slot in bucket.slots]
         self.ready = True
-        """Compute may read the parameters."""
+        """True if compute may read the parameters."""
 
     @property
     def asks(self) -> bool:
-        """True if a read of any parameter asks for its weights."""
+        """True if a read of any parameter requests its weights."""
         return all(isinstance(param, OffloadedParameter) for param in self.params)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The memory of the device that holds the weights now."""
-        # All buckets of a block change their slot together: the first one stands for all.
+        """The device memory that holds the weights now."""
+        # All buckets of a block change their slot together, so the first identifies the slot.
         memory = self.buckets[0].working if self.buckets else None
         if memory not in self._ranges:
             self._ranges[memory] = tuple(bucket.working.whole for bucket in self.buckets)
         return self._ranges[memory]
 
     def show_slot(self) -> None:
-        """Show the slot that the block has."""
-        # Before the load is done: no kernel reads through these views until `use` has waited.
+        """Make the parameters views of the block's slot."""
+        # Before the load is complete: no kernel reads through these views until `use` has waited.
         memory = (self.buckets[0].working,)
         self._show_memory(memory, lambda bucket, slot: slot.view(bucket.working.flat))
 
     def show_host(self) -> None:
-        """Show the host's copy; the lanes are empty, so that no update writes it meanwhile."""
-        # An update of one bucket may have made another of its copies the newest.
+        """Make the parameters views of the host copy; the lanes are idle, so no update writes
+        it."""
+        # An update may have switched one bucket to its other copy.
         memory = tuple(bucket.home for bucket in self.buckets)
         self._show_memory(memory, lambda bucket, slot: slot.view(bucket.home.flat))
 
     def show_nothing(self) -> None:
-        """Make the parameters NaN."""
+        """Make the parameters views of NaN."""
         if not self._absent:
             self._absent = self._make(
                 lambda bucket, slot: self.placeholder(bucket).expand(slot.shape)
@@ -165,7 +166,7 @@ class ParameterViews:
             (set_ready if ready else set_unready)(self.params)
 
     def placeholder(self, bucket: Bucket) -> Tensor:
-        """Return the 0-dim NaN, on the device, that stands for weights that are not there."""
+        """Return the 0-dim NaN on the device that replaces weights which are not on the device."""
         if bucket not in self._placeholders:
             flat = bucket.working.flat
             nan = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
@@ -202,20 +203,20 @@ class GraphReads:
 
     [Note: Backward spans]
     Autograd reads a block's weights from the first unpacking of a saved handle until the last
-    handle is freed with its graph node, or, of a compiled block, until its first gradient comes.
-    That interval is the block's backward span.
+    handle is freed with its graph node, or, for a compiled block, until its first gradient is
+    ready. That interval is the block's backward span.
 
     Attributes:
-        generation: the number of times the weights were replaced. A saved handle with another
+        generation: number of times the weights were replaced. A saved handle with another
             generation belongs to an older graph.
-        versions: the number of generations whose weights are on the device.
-        handles: generation → the number of handles that graphs hold.
-        spans: generation → the span of the backward that reads it.
+        versions: number of generations whose weights are on the device.
+        handles: generation → number of handles that graphs hold.
+        spans: generation → span of the backward that reads it.
     """
 
     def __init__(self, name: str, lanes: Lanes, *, ends_at_gradient: bool) -> None:
-        """`ends_at_gradient`: the span of a backward ends when its first gradient comes. A compiled
-        backward frees what its forward saved before it runs."""
+        """`ends_at_gradient`: the span of a backward ends at its first gradient, for compiled
+        blocks: their backward frees what the forward saved before it runs."""
         self.generation = 0
         self.versions = 1
         self._name = name
@@ -223,7 +224,7 @@ class GraphReads:
         self._ends_at_gradient = ends_at_gradient
         self.handles: dict[int, int] = {}
         self._ranges: dict[int, tuple[Range, ...]] = {}
-        """Generation → its weights, where several versions are on the device."""
+        """Generation → its weights, if several versions are on the device."""
         self.spans: dict[int, Span] = {}
 
     def packed(self, weights: tuple[Range, ...]) -> None:
@@ -233,7 +234,7 @@ class GraphReads:
             self._ranges[self.generation] = weights
 
     def check(self, generation: int) -> None:
-        """Raises StaleGraphError if the weights of a generation are gone."""
+        """Raises StaleGraphError if the weights of a generation have been replaced."""
         if abs(self.generation - generation) >= self.versions:
             raise StaleGraphError(
                 f"backward reached block '{self._name}' through a graph that was built before the "
@@ -244,12 +245,13 @@ class GraphReads:
     def begin(self, generation: int, weights: tuple[Range, ...]) -> None:
         """Backward reads a generation's weights from here on."""
         if generation not in self.spans:
-            # A streamed block's weights are where its slot is now, a version's where they were.
+            # With a single version: the block's present slot. With several: the version's own
+            # memory.
             ranges = self._ranges.get(generation, weights)
             self.spans[generation] = self._lanes.open_span(f"backward {self._name}", ranges)
 
     def released(self, generation: int) -> None:
-        """A handle is freed. With the last one, the span of its reads ends on compute."""
+        """A handle is freed. With the last handle, the span of its reads ends on compute."""
         self.handles[generation] -= 1
         if self.handles[generation] == 0:
             del self.handles[generation]
@@ -269,12 +271,13 @@ class GraphReads:
 
 @dataclass(slots=True)
 class ReadClock:
-    """When a block was read, in forwards of modules; see `InFlight`.
+    """When a block was read, counted in forwards of modules; see `InFlight`.
 
     Attributes:
-        first: the first forward since the last micro-step whose graph backward may run; 0: none.
+        first: the first forward since the last micro-step whose graph may still run backward; 0:
+            none.
         last: the last forward outside of a backward.
-        in_order: each backward is that of the oldest forward without one.
+        in_order: backwards run in the order of their forwards, oldest first.
     """
 
     first: int = 0
@@ -283,16 +286,16 @@ class ReadClock:
 
 
 class Block:
-    """The unit of residence: the parameters that one module's forward uses as one.
+    """The unit of residence: the parameters that one module's forward uses together.
 
     Attributes:
-        spec: its kind, and the sizes and formats of its buckets.
-        buckets: the trained ones.
-        frozen: the frozen ones, where the block may be streamed: they are loaded with the others.
+        spec: kind of the block, and sizes and formats of its buckets.
+        buckets: trained buckets.
+        frozen: frozen buckets, if the block may be streamed: they are loaded with the trained ones.
         compiled: torch compiles its forward.
-        streamed: its weights are loaded into a device slot for their use.
-        source: brings its weights to where compute reads them.
-        forwards: the number of its forwards that are running.
+        streamed: its weights are loaded into a device slot before each use.
+        source: makes its weights available to compute.
+        forwards: number of its forwards in progress.
         clock: when it was read.
         graphs: the autograd graphs that still read its weights.
     """
@@ -320,38 +323,38 @@ class Block:
 
     @property
     def is_unread(self) -> bool:
-        """No graph holds a saved view of the weights."""
+        """True if no graph holds a saved view of the weights."""
         if self.graphs.handles:
             return False
-        # A recompute past the hooks leaves plain views in its graph, which no handle counts: they
-        # are alive until backward has passed the block.
+        # A recompute that bypasses the hooks leaves plain views in its graph, which no handle
+        # counts: they are alive until backward has passed the block.
         return not (self._runs_again and self.source.pinned(self))
 
     @property
     def all_buckets(self) -> tuple[Bucket, ...]:
-        """All that a forward of the block reads."""
+        """All buckets that a forward of the block reads."""
         return self.buckets + self.frozen
 
     @cached_property
     def views(self) -> ParameterViews:
-        """Its memory on the device, and what its parameters are views of where it is streamed."""
+        """Its device memory, and the views that its parameters can be set to."""
         return ParameterViews(self.all_buckets)
 
     @cached_property
     def writes(self) -> WriteCounts:
-        """Counts the writes into its trained parameters."""
+        """Counts writes into its trained parameters."""
         return WriteCounts([slot.param for bucket in self.buckets for slot in bucket.slots])
 
     def written_since(self, counts: Sequence[int]) -> str | None:
         """Return the name of a trained parameter that was written since `writes` had these counts,
-        if there is one."""
+        or None."""
         for param in self.writes.since(counts):
             return next(s.name for b in self.buckets for s in b.slots if s.param is param)
         return None
 
     def leave_device(self) -> None:
-        """Make the parameters NaN until the next use: the slot goes to another block."""
-        # The span ends before the slot changes hands: a load into it would race with its reads.
+        """Make the parameters NaN until the next use: another block gets the slot."""
+        # The span ends before the slot is reused: a load into it would race with the span's reads.
         self.graphs.end()
         self.views.show_nothing()
         self.views.set_ready(ready=False)
@@ -360,32 +363,32 @@ class Block:
         """A node of the graph is about to read the weights.
 
         Args:
-            generation: that of the weights when the graph was built.
-            clock: the time of that, in forwards of modules.
+            generation: generation of the weights when the graph was built.
+            clock: time when the graph was built, in forwards of modules.
 
         Raises:
-            StaleGraphError: if they were replaced since the graph was built.
+            StaleGraphError: the weights were replaced since the graph was built.
         """
         self.graphs.check(generation)
-        # Where the block is streamed, compute waits for the load, and the block is pinned: no
-        # prefetch evicts it while this backward reads it.
+        # If the block is streamed, compute waits for its load, and it is pinned: no prefetch evicts
+        # it while this backward reads it.
         self.source.unpacked(self, clock)
         self.graphs.begin(generation, self.views.ranges)
 
     def runs_again(self) -> None:
-        """Its forward runs as a part of a backward that has not unpacked any of its handles."""
+        """Its forward runs inside a backward that has not unpacked any of its handles."""
         self._runs_again = True
         self.unpacked(self.graphs.generation, self.clock.last)
 
 
 class Resident(Source):
-    """The source of blocks that stay on the device: compute waits for an upload, never a load."""
+    """The source of blocks that stay on the device: compute waits for uploads, never for loads."""
 
     def __init__(self, residency: Residency, program: Program) -> None:
         self._residency, self._program = residency, program
 
     def use(self, block: Block, *, expected: bool = True) -> None:
-        # Compute waits for the block's own upload; later blocks' uploads run during its forward.
+        # Compute waits for this block's upload; later blocks' uploads run during its forward.
         self._residency.interpreter.run(self._program.use, block.name)
         block.views.set_ready(ready=True)
 
@@ -398,18 +401,18 @@ class Resident(Source):
 
 
 class Residency(Source):
-    """Reports uses to the program, and carries out its slot changes. The source of streamed blocks.
+    """Reports uses to the program and carries out its slot changes. The source of streamed blocks.
 
     Pins: see [Note: Streaming] in `step.program.streaming`.
 
     Attributes:
-        blocks: by name.
-        streamed: those without a place of their own on the device.
+        blocks: name → block.
+        streamed: blocks without permanent memory on the device.
         forward_order: blocks in the order of their first use in forward, as keys.
         gathers: weights of some blocks are in shards, which forwards gather (ZeRO stage 3).
-        exposed: streamed blocks whose parameters are views of the host's copy.
+        exposed: streamed blocks whose parameters are views of the host copy.
         unpacking: above 0 while inputs of a recompute are unpacked: all pins stay, as the inputs
-            were saved earlier than the node that backward is at.
+            were saved before the node that backward has reached.
     """
 
     interpreter: Interpreter
@@ -427,20 +430,20 @@ class Residency(Source):
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self.exposed: set[Block] = set()
         self._owners: dict[tuple[int, str], list[tuple[int, int, tuple[Block, Bucket]]]] = {}
-        """Slot and block → the bytes of each of its buckets there."""
+        """(slot, block name) → byte range of each of its buckets in the slot."""
         self._running: dict[int, dict[Block, int]] = {}
-        """Graph task → block whose backward it is in → the clock of the oldest saved tensor of it
-        that was unpacked."""
+        """Graph task → block in its backward → clock of the oldest saved tensor of the block that
+        was unpacked."""
         self.unpacking = 0
         self._latest: Block | None = None
-        """The block used last: in its slot, waited for, and the blocks after it are on their
-        way."""
+        """The block used last: it is in its slot, compute has waited for it, and the next blocks
+        are being loaded."""
         self._at: tuple[int, int] | None = None
-        """Graph task and clock of the last read of `_latest` in a backward, whose pins are set."""
+        """Graph task and clock of the last read of `_latest` in a backward; its pins are set."""
         self._has_warned = False
         self.on_backward: Callable[[int, Block | None], None] | None = None
-        """Called in front of a use in backward, with the clock that it has come to, and the block
-        whose forward runs again there."""
+        """Called before a use in backward, with the clock that backward has reached, and the block
+        whose forward is recomputed there, or None."""
         for block in blocks:
             for bucket in block.all_buckets:
                 bucket.memory = memory
@@ -448,11 +451,12 @@ class Residency(Source):
             bucket.place = program.spec.first_slot(bucket.spec)
 
     def loaded(self, blocks: Iterable[Block]) -> list[Block]:
-        """Return those of the blocks whose weights this loads."""
+        """Return the blocks whose weights this source loads."""
         return [block for block in blocks if block.source is self]
 
     def owner(self, slot: int, tensor: Tensor) -> tuple[Block, Bucket] | None:
-        """Return the block and bucket whose weights a tensor in this slot views, if it has one."""
+        """Return the block and bucket whose weights a tensor in this slot views; None: empty
+        slot."""
         name = self._program.streaming.slots[slot]
         if name is None:
             return None
@@ -470,11 +474,11 @@ class Residency(Source):
                 return owner
         raise StreamError(f"a tensor lies in the slot of '{name}' and in none of its buckets")
 
-    # Calls of the engine.
+    # Called by the engine.
 
     def describe_lost_rank(self, exchange: str) -> str:
-        """Return the message for a collective that has failed. The usual cause, which Gloo may
-        report by ending the other process, is a module that only some ranks use."""
+        """Return the message for a failed collective. The usual cause is a module that only some
+        ranks use; Gloo may report it by ending the other process."""
         message = lost(f"rank {ALONE.world_rank}, in '{exchange}',")
         if not (unused := self._program.streaming.unused):
             return message
@@ -488,25 +492,25 @@ class Residency(Source):
         )
 
     def use(self, block: Block, *, expected: bool = True) -> None:
-        # Backwards that are over release their pins: those inside the current one have larger
-        # numbers, and outside of any backward all are over.
+        # Release the pins of finished backwards: backwards nested in the current one have larger
+        # numbers, and outside of any backward all are finished.
         now, self._at = torch._C._current_graph_task_id(), None
         for task in [task for task in self._running if task > now]:
             del self._running[task]
         # Before the loads: the other ranks run their all-gathers after the same reduce-scatters.
         if self.on_backward is not None and now >= 0:
             self.on_backward(block.clock.last, block)
-        # A forward that runs again in the backward that has just used its block.
+        # A forward that is recomputed in the backward that has just used its block.
         if expected and block is self._latest:
             return
-        # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
+        # Compute waits for the block's load; the next blocks are loaded into slots without a pin.
         self.interpreter.run(self._program.use, block.name, self._pinned(), expected=expected)
-        # A read without a call loads nothing ahead.
+        # A read without a call prefetches nothing.
         if expected:
             self._latest = block
 
     def read(self, block: Block, slot: Slot, *, in_graph: bool, in_forward: bool) -> Tensor | None:
-        # A graph saves the parameter itself, whose memory changes: it needs a copy.
+        # A graph saves the parameter itself, whose memory will change: it needs a copy.
         if block in self.exposed and not in_graph:
             return None
         self.forward_order.setdefault(block)
@@ -521,17 +525,17 @@ class Residency(Source):
         return slot.local.data.clone()
 
     def waits_with_model(self, block: Block) -> bool:
-        # All layers at once would need as many slots.
+        # Loading all layers at once would need as many slots.
         return not (block.views.asks or block.spec.repeated)
 
     def passed(self, clock: int) -> dict[Block, int]:
         """Backward has reached a node that saved a tensor at `clock`: release the pins of blocks
-        saved later. Returns the blocks still pinned by this backward."""
+        saved later. Returns the blocks that this backward still pins."""
         task = torch._C._current_graph_task_id()
         if self._at == (task, clock):
             return self._running[task]
         self._at, pinned = None, self._running.setdefault(task, {})
-        # A pin ends here, not with the block's last handle: a retained graph keeps handles alive,
+        # A pin ends here, not with the block's last handle: a retained graph keeps handles alive
         # and would keep its blocks in the slots.
         if not self.unpacking:
             for other in [other for other, saved in pinned.items() if saved > clock]:
@@ -539,38 +543,38 @@ class Residency(Source):
         return pinned
 
     def is_at(self, block: Block, clock: int) -> bool:
-        """Tell whether the read before this one in the same backward was of the same forward of the
+        """Return True if the previous read in the same backward was of the same forward of the
         block: it is pinned, and compute has waited for it."""
         return block is self._latest and self._at == (torch._C._current_graph_task_id(), clock)
 
     def unpacked(self, block: Block, clock: int) -> None:
         """A node of the graph is about to read a tensor saved in a forward of the streamed block,
-        and may be about to run that forward again."""
-        # The pin comes before the use, whose loads ahead must not take the block's slot.
+        and that forward may be about to run again."""
+        # The pin comes before the use, whose prefetches must not take the block's slot.
         pinned = self.passed(clock)
         known = block in pinned and self.gathers
         pinned.setdefault(block, clock)
-        # Where a layer reads two blocks in turn, ranks may do so more or less often: the loads
-        # ahead follow the first reads, which all ranks make. The pin has kept the slot.
+        # If a layer reads two blocks alternately, the number of such reads may differ among ranks:
+        # prefetches follow the first reads, which all ranks make. The pin has kept the slot.
         if known and block.name in self._program.streaming.slots:
             return
         if block is not self._latest:
             if self.on_backward is not None and not self.unpacking:
                 self.on_backward(clock, None)
             self.use(block)
-        # While the inputs of a recompute are unpacked, later pins are kept that end afterwards.
+        # Unpacking the inputs of a recompute keeps later pins; they are released after it.
         self._at = None if self.unpacking else (torch._C._current_graph_task_id(), clock)
 
     def end_backward(self) -> None:
-        """No backward runs: the next one needs the slots, also where no forward comes first."""
+        """No backward runs: the next backward needs the slots, even if no forward comes first."""
         self._running.clear()
         self._at = None
 
     def restart(self) -> None:
-        """A micro-step is over and its weights may have changed: load ahead for the next one."""
+        """A micro-step is over and its weights may have changed: prefetch for the next one."""
         self._running.clear()
         self._latest = self._at = None
-        # The host's copy may be written by the next update: parameters must not show it then.
+        # The next update may write the host copy: parameters must not view it then.
         for block in self.exposed:
             block.leave_device()
         self.exposed.clear()
@@ -586,7 +590,7 @@ class Residency(Source):
         self.interpreter.run(self._program.begin_pass, self._pinned())
 
     def reset(self) -> None:
-        """The lanes are empty, and no streamed block has a slot any more."""
+        """The lanes are idle, and no streamed block has a slot any more."""
         self._running.clear()
         self._latest = self._at = None
         self.exposed.clear()
@@ -594,27 +598,28 @@ class Residency(Source):
             block.leave_device()
 
     def pinned(self, block: Block) -> bool:
-        """Tell whether a forward or a backward in progress needs the streamed block's slot."""
+        """Return True if a running forward or backward needs the streamed block's slot."""
         return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
 
     def show_host_weights(self) -> None:
-        """The lanes are idle: make parameters views of the host's copy until their next use. Where
-        that is a shard, they stay as they are."""
+        """The lanes are idle: make parameters views of the host copy until their next use. If the
+        host copy is a shard, they stay unchanged."""
         for block in self.blocks.values():
             if block.source is not self:
                 block.views.set_ready(ready=True)
-            # A block whose forward is running keeps its slot: the call comes from inside it.
+            # A block whose forward is running keeps its slot: the call comes from inside the
+            # forward.
             elif not (self.gathers or block.forwards):
                 self.interpreter.run(self._program.drop_slot, block.name)
                 block.views.show_host()
                 self.exposed.add(block)
 
     def close(self, *, has_successor: bool = False) -> None:
-        """Leave the host memory of streamed weights to their parameters: the host may have no room
-        for a copy. Where the host has a shard of them, parameters become empty: an error tells
-        whoever reads them. With a successor they become NaN of their shape."""
+        """Hand the host memory of streamed weights over to their parameters: the host may have no
+        room for a copy. If the host has only a shard of them, parameters become empty, so that a
+        read raises an error; with a successor they become NaN of their shape."""
         self.show_host_weights()
-        # Not tensors of a user's inference mode, which could not be trained again.
+        # Tensors of a user's inference mode could not be trained again.
         with torch.inference_mode(False):
             for bucket in (bucket for block in self.streamed for bucket in block.all_buckets):
                 # A mapped file lives as long as its views.
@@ -630,8 +635,8 @@ class Residency(Source):
                         on_host = weights.device.type == "cpu"
                         weights = with_own_storage(weights) if on_host else weights.clone()
                         slot.local.data = slot.shaped(weights)
-        # Ends the engine's reference cycles: the host memory that it refers to is free at once, and
-        # not with a later collection of garbage.
+        # Ends the engine's reference cycles: its host memory is freed at once, not by a later
+        # garbage collection.
         for block in self.blocks.values():
             block.source = _Closed()
         del self.interpreter
@@ -646,20 +651,19 @@ class Residency(Source):
                     bucket.place = slot
                 block.views.show_slot()
             case Leave(name):
-                # Its next use must ask the program for a slot and a load again.
+                # Its next use must request a slot and a load from the program.
                 if self.blocks[name] is self._latest:
                     self._latest = None
                 self.blocks[name].leave_device()
             case Renew(name, by):
                 self.blocks[name].graphs.generation += by
-                # The next read, by a module's forward or by a function of torch, waits for the
-                # upload.
+                # The next read, by a module's forward or by a torch function, waits for the upload.
                 self.blocks[name].views.set_ready(ready=False)
             case Swap(name):
                 # Views of `state` that a user holds show the old copy from here on.
                 self._buckets[name].copy ^= 1
             case Flip(name):
-                # Loads that were launched read the version before; later ones name the other.
+                # Launched loads read the previous version; later loads read the other.
                 self._buckets[name].version ^= 1
 
     def _pinned(self) -> list[str]:

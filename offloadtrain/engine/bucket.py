@@ -1,4 +1,4 @@
-"""Flat layout: the parameters of a block in buffers that move as one."""
+"""Flat layout: the parameters of a block in buffers that are transferred as a unit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from offloadtrain.step.layout.formats import StateFormat, format_for
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """One parameter's elements in its bucket's flat buffers, the same in each of them.
+    """A parameter's elements in its bucket's flat buffers, at the same place in each of them.
 
     Attributes:
         index: position in `model.named_parameters()`: the order in which norms are added.
-        numel, shape, stride: those of what this rank holds of the parameter, so that any dense
-            memory format is kept.
-        local: its `data` is what this rank holds; the parameter itself, unless it is a DTensor.
-        global_shape: the parameter's, and its gradient's.
+        numel, shape, stride: those of this rank's part of the parameter, so that any dense
+            memory format is preserved.
+        local: its `data` is this rank's part; the parameter itself, unless it is a DTensor.
+        global_shape: full shape of the parameter and of its gradient.
     """
 
     name: str
@@ -52,16 +52,17 @@ class Slot:
         return cls(name, param, *at, shape, stride, part, tuple(param.shape))
 
     def view(self, flat: Tensor) -> Tensor:
-        """View the parameter's elements of a whole flat buffer, shaped as the parameter."""
+        """View the parameter's elements of an unsharded flat buffer, in the parameter's shape."""
         return self.shaped(flat[self.offset : self.offset + self.numel])
 
     def shaped(self, piece: Tensor) -> Tensor:
-        """View (numel,) elements in the parameter's shape; one value per block stays 1-D."""
+        """View (numel,) elements in the parameter's shape; scales, with one value per block, stay
+        1-D."""
         return piece.as_strided(self.shape, self.stride) if piece.numel() == self.numel else piece
 
     def flattened(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the parameter's shape, on any device, as (numel,) on the host, in the
-        order of the parameter's memory: a view where it has that order, otherwise a copy."""
+        order of the parameter's memory: a view if it has that order already, otherwise a copy."""
         if tensor.device.type == "cpu" and tensor.stride() == self.stride:
             return tensor.as_strided((self.numel,), (1,))
         flat = torch.empty(self.numel, dtype=tensor.dtype, device="cpu")
@@ -74,20 +75,20 @@ class Bucket:
     """Parameters of one block with one working dtype and one set of hyperparameters.
 
     Attributes:
-        spec: its sizes and formats; padding holds zeros.
+        spec: sizes and formats; padding holds zeros.
         group: index into `param_groups`.
-        sharers: the ranks that share it.
-        lo, hi: this rank's shard: elements of the whole that its buffers on the host hold. A single
-            rank's shard is the whole.
-        layout: the elements of its slots that are in the shard, as the kernels know them.
-        params: those of its slots.
+        sharers: the ranks that share this bucket.
+        lo, hi: this rank's shard: the elements of the bucket that its host buffers hold; all of
+            them for a single rank.
+        layout: the elements of its slots that are in the shard, for the kernels.
+        params: parameters of its slots.
         memory: the buffers of the step.
-        place: the version of its weights that parameters are views of; for a streamed block, the
-            slot that it has, or had last.
-        copy: the number of the copy that is the state.
+        place: version of the working weights that parameters are views of; for a streamed block,
+            its present or last slot.
+        copy: number of the copy that is the current state.
         version: of two versions of a streamed block's weights, the one that loads read.
-        usage: which of its entries a step has used; None: it is updated whole.
-        missed_steps: steps of the run that its parameters have not made.
+        usage: which of its entries a step has used; None: all of it is updated in every step.
+        missed_steps: steps of the run in which its parameters were not updated.
     """
 
     spec: BucketSpec
@@ -112,55 +113,56 @@ class Bucket:
 
     @property
     def working(self) -> Buffer:
-        """The weights that compute uses, on the device: parameters are views of them."""
-        # Looked up for every saved weight: a plain tuple is found as the key that equals it.
+        """The device weights that compute uses: parameters are views of them."""
+        # Called for every saved weight: a plain tuple equals the BufferKey and is cheaper to make.
         return self.memory[self.spec.name, Memory.WORKING, self.place, 0]  # type: ignore[index]
 
     @property
     def versions(self) -> list[Buffer]:
-        """Its working weights on the device, of a block that stays there: one or two versions."""
+        """Working weights of a block that stays on the device: one or two versions."""
         keys = self.memory.table.of_bucket[self.name]
         return [self.memory[key] for key in keys if key.kind is Memory.WORKING]
 
     @property
     def state_kind(self) -> Memory:
-        """The kind of the memory that has the state between steps."""
+        """The kind of memory that has the state between steps."""
         in_file = BufferKey(self.name, Memory.STATE_FILE) in self.memory.table.rows
         return Memory.STATE_FILE if in_file else Memory.STATE
 
     @property
     def state(self) -> tuple[Buffer, ...]:
-        """The format's fields, master weights first; none for frozen weights. Where they are on the
-        disk: views of the mapped file, to be used while the lanes are empty."""
+        """The format's fields, master weights first; none for frozen weights. If they are on the
+        disk: views of the mapped file, valid only while the lanes are idle."""
         fields = range(len(self.format.fields(self.spec.moments)) if self.is_trained else 0)
         keys = (BufferKey(self.name, self.state_kind, self.copy, number) for number in fields)
         return tuple(self.memory[key] for key in keys)
 
     @property
     def is_trained(self) -> bool:
-        """True if an update changes it: it has state and a gradient."""
+        """True if updates change it: it has state and a gradient."""
         return self.name in self.memory.table.staging
 
     @property
     def sources(self) -> Sequence[BufferKey]:
-        """What loads of its weights read, one per version; empty where it stays on the device."""
+        """The memory that loads of its weights read, one per version; empty if it stays on the
+        device."""
         return self.memory.table.sources.get(self.name, ())
 
     @property
     def loads_masters(self) -> bool:
-        """Loads of its weights read a field of its masters, and no snapshot: a write into them
-        leaves the other fields as they were."""
+        """Loads of its weights read a field of its masters, not a snapshot: a write into the
+        weights leaves the other fields unchanged."""
         return bool(self.sources) and self.sources[self.version].kind is self.state_kind
 
     @property
     def home(self) -> Buffer:
-        """Where the weights that forward uses lie between two uses: where compute reads them, or
-        what loads read, which has this rank's shard of them."""
+        """The weights between two uses: the device memory that compute reads, or, for a streamed
+        block, the host memory that loads read, which holds this rank's shard."""
         return self.memory[self.sources[self.version]] if self.sources else self.working
 
     @property
     def moves(self) -> bool:
-        """Its working weights are at several addresses in turn."""
+        """True if the address of its working weights changes."""
         return bool(self.sources) or len(self.versions) > 1
 
     def __post_init__(self) -> None:
@@ -180,7 +182,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole, padding included."""
+        """Number of elements over all shards, including padding."""
         return self.spec.numel
 
     @property
@@ -190,11 +192,11 @@ class Bucket:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of each buffer on the host."""
+        """Number of elements of each host buffer."""
         return self.spec.shard_numel
 
     def piece(self, slot: Slot) -> tuple[int, int]:
-        """Return [lo, hi) of a parameter's elements, in the order of its memory, in the shard."""
+        """Return [lo, hi) of a parameter's elements that are in the shard, in memory order."""
         return _piece(slot, self.lo, self.hi)
 
     def pieces(self, slot: Slot) -> list[tuple[int, int]]:
@@ -203,7 +205,7 @@ class Bucket:
         return [_piece(slot, lo, lo + self.shard_numel) for lo in starts]
 
     def show(self, slot: Slot) -> None:
-        """Make a parameter a view of `home`, unless that is a shard."""
+        """Make a parameter a view of `home`, unless `home` is a shard."""
         flat = self.home.flat
         if flat.numel() >= self.numel:
             slot.local.data = slot.view(flat)
@@ -211,14 +213,14 @@ class Bucket:
     def weights_of(self, slot: Slot) -> Tensor:
         """View the shard's part of a parameter in `home`: (n,)."""
         (lo, hi), flat = self.piece(slot), self.home.flat
-        # All of the weights, or the shard alone.
+        # `home` holds all of the weights, or only the shard.
         first = 0 if flat.numel() >= self.numel else self.lo
         start = slot.offset + lo - first if lo < hi else 0
         return flat[start : start + hi - lo]
 
     def assembled(self, slot: Slot, shard: Tensor) -> Tensor:
         """Return a parameter's values, in its shape, from the shards of all `sharers`: (n,) fp32 on
-        the host each. A collective; of a single rank, a view of its shard."""
+        the host each. A collective; for a single rank, a view of its shard."""
         if self.sharers.is_single:
             return slot.shaped(shard)
         values = torch.empty(slot.numel, dtype=torch.float32, device="cpu")
@@ -230,7 +232,7 @@ class Bucket:
         """View the shard's part of a parameter's state: 1-D pieces of the buffers, in the order of
         the fields."""
         first, last = self.piece(slot)
-        if first == last:  # of a scale, too, which rounding up would take from another parameter
+        if first == last:  # rounding up would return another parameter's scale
             return tuple(buffer.flat[:0] for buffer in self.state)
         start, pieces = slot.offset - self.lo, []
         for buffer in self.state:
@@ -256,13 +258,13 @@ def pack(
     rule: AnyRule | None = None,
     entries: Mapping[str, int] | None = None,
 ) -> Bucket:
-    """Lay parameters out one after the other, each aligned, and divide the buffer into shards. A
-    rule that needs full tensors gets a layout in which no parameter is divided.
+    """Lay parameters out consecutively, each aligned, and divide the buffer into shards. For a
+    rule that needs full tensors, no parameter is divided.
 
     Args:
         state: the format of 16-bit buckets.
-        rule: the one that updates them; None for frozen ones.
-        entries: parameter → entries in it, of parameters that are skipped where they are unused.
+        rule: the update rule; None for frozen parameters.
+        entries: parameter → number of entries in it, for parameters that are skipped while unused.
     """
     named_params = list(params)
     sizes = [local(param).numel() for _, param in named_params]
@@ -296,7 +298,7 @@ def _in_order(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's own strides if it is dense (any memory format), else contiguous ones."""
+    """Return the tensor's strides if it is dense (any memory format), else contiguous strides."""
     if tensor.is_contiguous():
         return tensor.stride()
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

@@ -1,4 +1,4 @@
-"""The memory of a step: its buffer table with tensors in it, and the buffer of a tensor."""
+"""The memory of a step: its buffer table with tensors, and the lookup of a tensor's buffer."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Ref
 
 _STARTS_AS_ZEROS = (Memory.STATE, Memory.GRADIENT, Memory.NORMS, Memory.SUM, Memory.USED)
-"""Of the device; all memory of the host and the disk does. Other memory is written first."""
+"""Kinds whose device memory is zeroed, as all host and disk memory is. Other kinds are written
+before they are read."""
 
 
 class BlockInputs:
-    """The device memory of block inputs, by the numbers that the program's refs name.
+    """The device memory of block inputs, by their numbers in the program's refs.
 
     Attributes:
         leaving: number → input that is copied to the host, and its version when it was saved. It
             owns the tensor until compute has waited for the copy.
         freed: inputs, with versions, whose copy compute has waited for.
-        likes: number → shape and dtype of the fetched input, on the meta device.
+        likes: number → shape and dtype of the input, on the meta device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,28 +55,28 @@ class BlockInputs:
         self._back[int(ref.owner)] = lanes.allocate(ref.hi, DTYPES[ref.dtype], self.device)
 
     def buffer(self, ref: Ref) -> Buffer:
-        """Return its flat memory."""
+        """Return the flat memory of an input."""
         number = int(ref.owner)
         flat = self.leaving[number][0] if ref.copy == 0 else self._back[number]
         return Buffer("block input", flat)
 
     def take(self, number: int) -> Tensor:
-        """Hand an input to autograd, which owns it from here on: compute has waited. One that is
-        still leaving did not go; its copy may read it until it is freed."""
+        """Hand an input to autograd, which owns it from here on: compute has waited. An input that
+        is still leaving is returned without a load; its copy may read it until it is freed."""
         leaving = self.leaving.get(number)
         flat = self._back.pop(number) if leaving is None else leaving[0]
         return flat.view(self.likes[number].shape)
 
     def free(self, ref: Ref) -> None:
-        """Give up an input: compute is after its copy, so the allocator may reuse the memory."""
-        # Still held in `freed`, without a copy in flight, until its version is checked.
+        """Release an input: compute is after its copy, so the allocator may reuse the memory."""
+        # `freed` keeps it, without a copy in flight, until its version is checked.
         if ref.copy == 0:
             self.freed.append(self.leaving.pop(int(ref.owner)))
         else:
             self._back.pop(int(ref.owner))
 
     def clear(self) -> None:
-        """The lanes are empty: forget every input."""
+        """The lanes are idle: drop every input."""
         self.leaving.clear()
         self.freed.clear()
         self.likes.clear()
@@ -83,10 +84,10 @@ class BlockInputs:
 
 
 class MemoryMap(dict[BufferKey, Buffer]):
-    """Every buffer of a step. Late ones and pools are allocated on first use.
+    """Every buffer of a step. Late rows and pools are allocated on first use.
 
     Attributes:
-        table: its rows.
+        table: the rows of the buffers.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class MemoryMap(dict[BufferKey, Buffer]):
         ledger: Ledger,
         is_late: bool = False,
     ) -> None:
-        """`is_late`: only the disk's buffers are allocated here; the others of a bucket with the
-        first one that is used, and what is left by `allocate`."""
+        """`is_late`: only the disk's buffers are allocated here; the others of a bucket are
+        allocated on first use of any of them, the rest by `allocate`."""
         super().__init__()
         self.table = table
         self._arena, self._ledger = arena, ledger
@@ -109,7 +110,7 @@ class MemoryMap(dict[BufferKey, Buffer]):
             Tier.HOST: lambda rows: arena.map(list(rows.values())),
             Tier.DEVICE: partial(_on_device, ledger, device),
         }
-        # The space of the disk is checked before a hundred GiB are page-locked.
+        # The disk's space is checked before a hundred GiB are page-locked.
         self._allocate(table.allocated(Tier.DISK), Tier.DISK)
         if not is_late:
             self.allocate()
@@ -123,19 +124,19 @@ class MemoryMap(dict[BufferKey, Buffer]):
             self._allocate({**missing, key: row}, row.tier)
         else:
             parent, offset = row.within
-            # Parameters will be views of it, also of those that are trained later.
+            # Parameters become views of it, including parameters that are trained later.
             with torch.inference_mode(False):
                 part = self[parent].flat[offset : offset + row.nbytes].view(DTYPES[row.dtype])
             self[key] = Buffer(row.name, part)
         return self[key]
 
     def allocate(self) -> None:
-        """Allocate all buffers that are not there and not late."""
+        """Allocate all buffers that are neither allocated nor late."""
         for tier in (Tier.HOST, Tier.DEVICE):
             self._allocate(self.table.allocated(tier), tier)
 
     def release(self, keys: Iterable[BufferKey]) -> None:
-        """Give buffers of the host and the device back that no lane uses any more."""
+        """Release buffers of the host and the device that no lane uses any more."""
         host = []
         for key in keys:
             flat = self.pop(key).flat
@@ -159,10 +160,10 @@ class MemoryMap(dict[BufferKey, Buffer]):
         ]
 
     def of_pool(self, key: BufferKey, nbytes: int) -> Buffer:
-        """Return a buffer of a pool, which is allocated on first use.
+        """Return a buffer of a pool, allocated on first use.
 
         Raises:
-            HostMemoryError: it would pass the pool's limit.
+            HostMemoryError: the allocation would exceed the pool's limit.
         """
         if key not in self:
             pool = self.table.pools[key.kind]
@@ -184,7 +185,7 @@ class MemoryMap(dict[BufferKey, Buffer]):
 
 
 def _on_device(ledger: Ledger, device: torch.device, rows: Rows) -> list[Tensor]:
-    """Allocate rows of the device."""
+    """Allocate device rows."""
     tensors = []
     for key, row in rows.items():
         tensor = ledger.device_tensor(row.owner, row.numel, DTYPES[row.dtype], device)
@@ -193,7 +194,7 @@ def _on_device(ledger: Ledger, device: torch.device, rows: Rows) -> list[Tensor]
 
 
 class Ranges(dict[Ref, Range]):
-    """Ref → its range of memory. Filled on first use, as every launch looks its refs up.
+    """Ref → its range of memory. Cached, as every launch looks up its refs.
 
     Attributes:
         inputs: the block inputs that are on the device.
@@ -207,7 +208,7 @@ class Ranges(dict[Ref, Range]):
         """Ref to all elements → its buffer, in the ref's dtype."""
 
     def __missing__(self, ref: Ref) -> Range:
-        # Not kept: the tensor is another one each time.
+        # Not cached: the tensor differs each time.
         if ref.memory is Memory.ACTIVATION:
             return Range(self.inputs.buffer(ref), ref.lo, ref.hi)
         full_ref = ref._replace(lo=0, hi=0)
@@ -221,8 +222,8 @@ class Ranges(dict[Ref, Range]):
             buffer = self._memory.of_pool(ref.key, ref.nbytes)
         else:
             buffer = self._memory[ref.key]
-        # Matrices that are updated lie where their gradient was, in a dtype of their own. Slots,
-        # staging and what a save spills are bytes.
+        # Updated matrices are in the memory of their gradient, in another dtype. Slots, staging and
+        # spill buffers of a save are bytes.
         dtype, flat = DTYPES[ref.dtype], buffer.flat
         if flat.dtype == dtype:
             return buffer
@@ -234,11 +235,11 @@ Entry = TypeVar("Entry")
 
 
 class AddressMap(Generic[Entry]):
-    """Finds the entry of the buffer that a tensor views, by bisection. Buffers stay where they are
-    as long as the map, and do not overlap."""
+    """Returns the entry of the buffer that a tensor views, by bisection. Buffers neither move
+    nor overlap while the map exists."""
 
     def __init__(self) -> None:
-        # The first range is empty: every address lies after some start, and 0 stands for no bytes.
+        # The first range is empty: every address is after some start, and 0 stands for no bytes.
         self._starts, self._ends = [0], [0]
         self._entries: list[Entry | None] = [None]
         self._fake: dict[int, Entry] = {}
@@ -255,13 +256,13 @@ class AddressMap(Generic[Entry]):
         self._entries.insert(at, entry)
 
     def find(self, tensor: Tensor) -> Entry | None:
-        """Return the entry of the buffer that holds the tensor's first byte, if any."""
-        # A storage without memory has no address: the object itself stands for it.
+        """Return the entry of the buffer that contains the tensor's first byte, or None."""
+        # A storage without memory has no address: the storage object is the key.
         if tensor.is_meta or isinstance(tensor, FakeTensor):
             return self._fake.get(tensor.untyped_storage()._cdata)
         try:
             address = tensor.data_ptr()
-        # Sparse tensors, and tensor subclasses without storage, cannot lie in a flat buffer.
+        # Sparse tensors, and tensor subclasses without storage, cannot be in a flat buffer.
         except RuntimeError:
             return None
         at = bisect_right(self._starts, address) - 1

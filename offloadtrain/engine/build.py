@@ -46,12 +46,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Resources:
-    """What an engine runs on and allocates from. An engine that takes its place takes them over.
+    """Lanes and allocators of an engine. An engine that replaces another takes them over.
 
     Attributes:
         arena: host memory.
-        disk: the file of the buffers on the disk; each engine has its own.
-        ledger: all of them report to it.
+        disk: the file of the buffers on the disk; each engine has its own file.
+        ledger: counts the bytes of all of them.
     """
 
     lanes: Lanes
@@ -67,9 +67,9 @@ def disk_arena(config: OffloadConfig, ledger: Ledger) -> DiskArena:
 class Release:
     """The finalizer of an optimizer.
 
-    An optimizer that goes out of scope gives the model its weights back, as `close()` does. At the
-    end of the process it does not: nobody reads the weights any more, and the host may have no room
-    for a copy of them. Its reference to the optimizer is dead in the first case only.
+    If an optimizer goes out of scope, the model gets its weights back, as with `close()`. At the
+    end of the process it does not: the weights are no longer read, and the host may have no room
+    for a copy of them. The reference to the optimizer is dead in the first case only.
 
     Attributes:
         engine: weak, as the engine refers to the model, which may refer to the optimizer. A hook of
@@ -86,11 +86,11 @@ class Release:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.resources, self._joined = resources, joined
-        # Where it is dropped without close(), and at the end of the process.
+        # Runs if the optimizer is dropped without close(), and at the end of the process.
         self.finalizer = weakref.finalize(optimizer, self)
 
     def __call__(self) -> None:
-        """Give back the lanes, the memory that they use, and process groups whose world is gone."""
+        """Release the lanes, the memory that they use, and process groups whose world is gone."""
         try:
             engine = self.engine()
             if self._optimizer() is None and engine is not None and not engine.guard.closed:
@@ -126,16 +126,16 @@ def build(
     has_values: bool = True,
     earlier: Earlier | None = None,
 ) -> Engine:
-    """Partition the model, move its weights into flat buffers, make the engine.
+    """Partition the model, move its weights into flat buffers, create the engine.
 
     Afterwards every trainable parameter is a view of a flat buffer and its fp32 value is in the
     arena, or on the disk. Frozen parameters and buffers are on the device, except the frozen
-    parameters of streamed blocks, which are in the arena. `rules`: that of each group. Without
+    parameters of streamed blocks, which are in the arena. `rules`: one per group. Without
     `has_values` nothing is moved: parameters and memory are fake.
 
     Args:
-        earlier: the layout of the same model before this one, whose state is moved. What is left
-            to be allocated then is the caller's to allocate.
+        earlier: the previous layout of the same model, whose state is moved. The caller then
+            allocates the remaining buffers.
     """
     parts, ranks = partition(model), division.replicas
     missed, room, late = (earlier.missed, earlier.num_bytes, True) if earlier else ({}, 0, False)
@@ -183,7 +183,7 @@ def build(
 
 
 def _layer_modes(parts: Sequence[Part], config: OffloadConfig) -> dict[str, Any]:
-    """Return the arguments of `ForwardHooks` about layers that run again or are compiled."""
+    """Return the arguments of `ForwardHooks` about layers that are recomputed or compiled."""
     activations = config.activations
     budget, selects = activations.compiled_budget, activations.mode == "selective"
     again = [part.module for part in recomputed_parts(parts, config)]
@@ -204,10 +204,10 @@ def lay_out(
     division: Division,
     available_bytes: int,
 ) -> StepSpec:
-    """Make the spec of the model's step; mark the blocks that are streamed and the tiers of state.
+    """Make the spec of the model's step; mark the streamed blocks and the tiers of state.
 
     Raises:
-        HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
+        HostMemoryError, DeviceMemoryError: a limit is below the memory that the engine needs.
     """
     spec = placement.lay_out(
         [block.spec for block in blocks],
@@ -227,7 +227,7 @@ def lay_out(
         for bucket, bucket_spec in zip(block.buckets, laid_out.buckets, strict=True):
             bucket.spec = bucket_spec
         block.graphs.versions = spec.versions_on_device(block.name)
-        # Frozen weights of a block that stays on the device are no bucket: they never move.
+        # Frozen weights of a block that stays on the device are not in a bucket: they never move.
         block.frozen = block.frozen if laid_out.frozen else ()
     return spec
 
@@ -242,13 +242,13 @@ def make_blocks(
     lanes: Lanes,
     missed: Mapping[nn.Parameter, int] | None = None,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
-    """Make all blocks, and by module the list of those that its forward waits for.
+    """Make all blocks, and return them with a map from each module to the blocks its forward reads.
 
     A parameter belongs to the first part that refers to it; later parts wait for its block.
 
     Args:
-        rules: that of each group.
-        missed: as for `build`.
+        rules: one per group.
+        missed: parameter → steps that it has missed; see `Bucket.missed_steps`.
 
     Raises:
         ModelError: two buckets would have the same name.
@@ -271,7 +271,7 @@ def make_blocks(
         )
         may_leave = part.repeated if streams else False
         may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks) == 3)
-        # Frozen parameters of a part that may be streamed are loaded with its trained ones.
+        # Frozen parameters of a part that may be streamed are loaded with its trained parameters.
         still = [
             (name, p)
             for name, p in (part.parameters if may_leave else ())
@@ -290,7 +290,7 @@ def make_blocks(
         if blocks:
             then = *blocks[-1].spec.then, *(name or root for name in part.tied)
             blocks[-1].spec = replace(blocks[-1].spec, then=then)
-    # Which names of a user's modules can cause.
+    # The names of a user's modules can cause this.
     counts = Counter(bucket.name for block in blocks for bucket in block.all_buckets)
     if (twice := next((name for name, count in counts.items() if count > 1), None)) is not None:
         raise ModelError(
@@ -305,7 +305,7 @@ def make_blocks(
 
 
 def recomputed_parts(parts: Sequence[Part], config: OffloadConfig) -> Sequence[Part]:
-    """Return the parts whose forward runs again in backward."""
+    """Return the parts whose forward is recomputed in backward."""
     return config.activations.recomputed_of([part for part in parts if part.repeated])
 
 
@@ -321,8 +321,8 @@ def _buckets(
     skipped: Mapping[str, int],
     missed: Mapping[nn.Parameter, int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Make a bucket per (parameter group, working dtype, ranks that share it, skipped or not, steps
-    missed) among a block's parameters."""
+    """Make a bucket per (parameter group, working dtype, sharing ranks, skipped or not, steps
+    missed) of a block's parameters."""
     dtype = PRECISIONS[config.precision]
     sorted_in: dict[tuple[int, torch.dtype, Ranks, bool, int], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
@@ -354,7 +354,7 @@ def _buckets(
 def _offloader(
     model: nn.Module, program: Program, interpreter: Interpreter, inputs: BlockInputs, parts: Ranks
 ) -> Offloader | None:
-    """Return what takes tensors from autograd and moves them."""
+    """Return the object that takes tensors from autograd and offloads them, or None."""
     spec, moves = program.spec, ActivationOffloader(program, interpreter, inputs, parts)
     if spec.offloads_saved:
         return SavedOffloader(moves, model, spec.config.activations.offload_saved_above)

@@ -1,4 +1,4 @@
-"""Checks that a model can be offloaded with what was asked; warnings of what would do nothing."""
+"""Checks that a model can be offloaded with these options; warnings of options without effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offloadtrain.step.layout.tiers import Tier
 _log = logging.getLogger(__name__)
 
 offloaded: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
-"""Models whose parameters an optimizer holds, each with its `OffloadOptimizer`."""
+"""Offloaded models, each with a weak reference to its `OffloadOptimizer`."""
 
 
 _RULES = (
@@ -47,10 +47,10 @@ _OF_A_RULE = (
 
 
 def check_arguments(model: object, rule: object) -> None:
-    """Refuse arguments in the order or of the kinds that other libraries take.
+    """Reject arguments in the order or of the kinds that other libraries take.
 
     Raises:
-        TypeError: with the call to write instead.
+        TypeError: with the correct call.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -78,7 +78,7 @@ def check_arguments(model: object, rule: object) -> None:
 
 
 def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
-    """Raises ValueError for options that the rule cannot do."""
+    """Raises ValueError for options that the rule does not support."""
     _check_state_keeps(config.state.format, rule)
     if not isinstance(rule, MatrixRule):
         return
@@ -102,7 +102,7 @@ def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
 
 
 def _check_state_keeps(state: str, rule: Rule) -> None:
-    """Raises ValueError where a format cannot keep the rule's moments."""
+    """Raises ValueError if a format cannot store the rule's moments."""
     format = FORMATS[state]
     if not format.keeps_moments(rule.moments):
         alternatives = [
@@ -117,7 +117,7 @@ def _check_state_keeps(state: str, rule: Rule) -> None:
 
 
 def _as_rule(optimizer: torch.optim.Optimizer) -> str:
-    """Name the rule that corresponds to torch's optimizer."""
+    """Return the rule that corresponds to torch's optimizer, as source code."""
     name = type(optimizer).__name__
     keys = _AS_TORCH.get(name)
     if keys is None:
@@ -131,14 +131,14 @@ _AS_TORCH = {
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
     "Adagrad": ("lr", "lr_decay", "weight_decay", "eps"),
 }
-"""Optimizers of torch that are rules here under the same name, with their hyperparameters."""
+"""torch optimizers that exist here as rules of the same name, with their hyperparameters."""
 
 
 def check_model(model: nn.Module, *, may_be_meta: bool = False, is_offloaded: bool = False) -> None:
-    """Refuse, before anything is allocated or changed, a model that would not train correctly.
+    """Reject a model that would not train correctly, before anything is allocated or changed.
 
     Args:
-        is_offloaded: its optimizer is about to lay it out anew.
+        is_offloaded: the model's optimizer is about to change its layout.
 
     Raises:
         ModelError: naming the parameter or module and the remedy.
@@ -148,7 +148,7 @@ def check_model(model: nn.Module, *, may_be_meta: bool = False, is_offloaded: bo
             f"the model is wrapped in {type(model).__name__}, which keeps gradients of its own: "
             "offload model.module"
         )
-    # torch.compile's wrapper; asking for its class would import the compiler.
+    # torch.compile's wrapper; an isinstance check would import the compiler.
     if hasattr(model, "_orig_mod"):
         raise ModelError(
             "the model is compiled as a whole, and its weights move between calls: compile each "
@@ -205,7 +205,7 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         "is on the meta device: say how it is filled with param_init_fn, or materialise it first",
     )
     yield (
-        bool(param.numel()) and param.grad is not None,  # an empty one keeps its own
+        bool(param.numel()) and param.grad is not None,  # empty parameters keep theirs
         "has a gradient already: call zero_grad(set_to_none=True) before offload()",
     )
     yield (
@@ -215,8 +215,8 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
 
 
 def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
-    """Raises ModelError if layers are to be compiled that torch's compiler does not see through, or
-    are already; also if operations are to be selected in a module that is compiled."""
+    """Raises ModelError if compiled layers have DTensor parameters, or if operations are to be
+    selected in a module that is compiled already."""
     selects = config.activations.mode == "selective" and not config.compute.compile_blocks
     for name, module in model.named_modules():
         if selects and has_compiled(module):
@@ -239,9 +239,9 @@ def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
 
 
 def check_run_again(model: nn.Module, config: OffloadConfig) -> None:
-    """Raises ModelError for a module of torch whose forward would not run again as it ran. A
-    leaky unit that draws its slopes saves them before it has, where torch's checkpoint ends a run;
-    an embedding with `max_norm` writes its weights."""
+    """Raises ModelError for a torch module whose second run would differ from its first. RReLU
+    saves its slopes before it draws them, where torch's checkpoint ends a run; an embedding with
+    `max_norm` writes its weights."""
     if config.compute.compile_blocks or not config.activations.recomputes:
         return
     layers = config.activations.recomputed_of(layers_of(model))
@@ -257,8 +257,8 @@ def check_run_again(model: nn.Module, config: OffloadConfig) -> None:
 
 
 def check_wrapped(model: nn.Module, config: OffloadConfig) -> None:
-    """Raises ModelError if weights are to move whose memory is in other tensors: quantized ones of
-    torchao, for example. On the device they stay what they are."""
+    """Raises ModelError if weights are to be moved whose memory is in other tensors, such as
+    torchao's quantized weights. On the device they stay unchanged."""
     if not config.weights.offloaded:
         return
     for name, param in model.named_parameters():
@@ -271,7 +271,7 @@ def check_wrapped(model: nn.Module, config: OffloadConfig) -> None:
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Tell whether a module's forward is compiled."""
+    """Return True if a module's forward is compiled."""
     return (
         hasattr(module, "_orig_mod")
         or module._compiled_call_impl is not None
@@ -297,13 +297,13 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]:
     """Return the parameters that stay fp32 on the device whatever the precision.
 
-    These are those of norms with running statistics (torch refuses mixed dtypes there), those that
-    a Hugging Face model names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, and
-    those that the user names.
+    These are the parameters of norms with running statistics (torch rejects mixed dtypes there),
+    those that a Hugging Face model names in `_keep_in_fp32_modules` and
+    `_keep_in_fp32_modules_strict`, and those that `named` matches.
 
     Raises:
-        ModelError: a pattern in `named` that no parameter matches, or that leaves a module with two
-            dtypes.
+        ModelError: a pattern in `named` matches no parameter, or gives the parameters of a module
+            two dtypes.
     """
     fp32_params: set[nn.Parameter] = set()
     for module in model.modules():
@@ -332,7 +332,7 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
 
 
 def warn_of_local_norm(caller: str, count: int, ranks: Ranks) -> None:
-    """Warn of clipping by the norm of `count` ranks that are a part of the world."""
+    """Warn of clipping by the norm of `count` ranks if the world has more ranks."""
     if count < ranks.world_size:
         _log.warning(
             "%s in a process group of %d of %d ranks: the norm, and with it clipping and skipping, "
@@ -346,7 +346,7 @@ def warn_of_local_norm(caller: str, count: int, ranks: Ranks) -> None:
 
 
 def warn_of_small_shares(spec: StepSpec) -> None:
-    """Warn of a share of the device that is too small for any layer, so that it has no effect."""
+    """Warn of a device share that is too small for any layer and thus has no effect."""
     config = spec.config
     shares = {
         "sums_on": (config.gradients.device_share, any(b.sums_on_device for b in spec.buckets)),
@@ -363,8 +363,8 @@ def warn_of_small_shares(spec: StepSpec) -> None:
 
 
 def warn_of_views(model: nn.Module) -> None:
-    """Warn of attributes of modules that view a parameter's memory, which it is about to leave. A
-    pre-hook of the module may make them anew for every forward."""
+    """Warn of module attributes that view a parameter's memory, which the parameter will leave. A
+    pre-forward hook of the module may recreate them for every forward."""
     owners = {
         param.untyped_storage()._cdata: name
         for name, param in model.named_parameters()
@@ -384,11 +384,11 @@ def warn_of_views(model: nn.Module) -> None:
 
 
 def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> None:
-    """Warn of options for the layers of a list, where the model has no list."""
+    """Warn of options for the layers of a list if the model has no list of layers."""
     if any(part.repeated for part in partition(model)):
         return
     options = [f"activation = {config.activations.mode!r}"] * config.activations.recomputes
-    # Ranks divide the weights of other modules, too.
+    # Several ranks also divide the weights of other modules.
     options += [f"working = {config.weights.tier!r}"] * (
         config.weights.offloaded and ranks.is_single
     )

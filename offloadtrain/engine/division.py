@@ -1,15 +1,14 @@
-"""What one engine has to know of a model that is divided among ranks.
+"""The interface between an engine and a model that is divided among ranks.
 
 [Note: Divisions]
-As a rule the ranks that share an engine's state hold the same model, all of it. A package that
+Usually the ranks that share an engine's state hold the same complete model. A package that
 divides models makes a `Division` for each engine and overrides what differs. The engine asks for
-four things, and knows nothing else of the ways to divide a model:
-
-* who shares a bucket: `replicas` and `sharers`;
+four things, and is independent of the ways to divide a model:
+* which ranks share a bucket: `replicas` and `sharers`;
 * how the norm is summed: `norm`, a `NormExchange`, if other engines have other parameters;
 * where a micro-step ends: `in_order`, and `OffloadOptimizer.split` for steps that end in several
   calls;
-* which rows are added to the table of buffers, and who updates them: `weight_versions`,
+* which rows are added to the table of buffers, and how they are updated: `weight_versions`,
   `gradient_sums`, `update_policy` and `skipping`.
 """
 
@@ -34,11 +33,11 @@ from offloadtrain.step.program.operations import Launch
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The sums of squares of a step's gradient, as every rank knows them.
+    """The sums of squares of a step's gradient, equal on all ranks.
 
     Attributes:
-        of_parameter: fp64, of gradients summed over ranks and loss-scaled, by parameter.
-        nonfinite: parameters whose sums are not finite → the ranks in whose shards they are.
+        of_parameter: fp64 sum per parameter, of gradients summed over ranks and loss-scaled.
+        nonfinite: parameter whose sum is not finite → the ranks whose shards contain the values.
         intents: (ranks, n) fp64 on the host: what each rank is about to do.
     """
 
@@ -48,7 +47,7 @@ class Measured:
 
 
 class NormMember(Protocol):
-    """One engine, as far as its norm is added to those of other engines: `norm.NormMeasure`."""
+    """The part of an engine that a `NormExchange` uses: implemented by `norm.NormMeasure`."""
 
     @property
     def names(self) -> list[str]: ...
@@ -73,10 +72,10 @@ class NormExchange(Protocol):
         """Measure the engine's parameters and send the sums to the other ranks.
 
         Args:
-            intent: what must be the same on every process, see `norm.NormMeasure.send`.
+            intent: values that must be equal on every process, see `norm.NormMeasure.send`.
 
         Returns:
-            A function that waits for the other ranks and returns the sums of the whole model.
+            A function that waits for the other ranks and returns the sums of the complete model.
         """
 
     def compare(self, member: NormMember, intent: Sequence[float]) -> None:
@@ -84,12 +83,12 @@ class NormExchange(Protocol):
 
 
 class Usage(Protocol):
-    """The entries of one bucket, and which of them got a gradient in this step; an entry is a
-    parameter, or a slice of one. The update leaves out the others (`skip_unused`). `slot` is one of
-    the bucket's."""
+    """The entries of a bucket, and which of them received a gradient in this step; an entry is a
+    parameter, or a slice of one. The update skips the other entries (`skip_unused`). `slot` is a
+    slot of the bucket."""
 
     def mark(self, op: Launch, delivered: Sequence[tuple[Any, Tensor]]) -> Operation:
-        """Return the function of a `MARK`; called once for each, on the training thread."""
+        """Return the function of a `MARK`; called once per launch, on the training thread."""
 
     def update(
         self, op: Launch, bucket: Any, rule: UpdateRule, group: Mapping[str, Any], seed: int
@@ -97,19 +96,20 @@ class Usage(Protocol):
         """Return the function of an `ADAM`."""
 
     def upload(self, op: Launch, totals: LaneTotals) -> Operation:
-        """Return the function of a `WEIGHTS_UP`; takes the bytes that stay out of `totals`."""
+        """Return the function of a `WEIGHTS_UP`; subtracts the bytes of skipped entries from
+        `totals`."""
 
     def advance(self) -> None:
         """Count a step that is decided and not skipped."""
 
     def steps_of(self, slot: Any) -> Tensor:
-        """View the steps of a parameter: (), or (entries,)."""
+        """View the step counts of a parameter: (), or (entries,)."""
 
     def steps_by_entry(self, slot: Any, share: Share) -> list[int]:
-        """Return the steps of all entries of a parameter, those of other ranks included."""
+        """Return the step counts of all entries of a parameter, including those of other ranks."""
 
     def load_steps(self, slot: Any, share: Share, steps: float | Sequence[float] | Tensor) -> None:
-        """Set the steps of a parameter's entries; one number stands for all."""
+        """Set the step counts of a parameter's entries; a single number applies to all."""
 
 
 class Skipping(Protocol):
@@ -123,7 +123,7 @@ class Skipping(Protocol):
 
 
 def entries_in(model: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
-    """Return each trained parameter that a pattern names → the number of entries in it, or in this
+    """Return trained parameter that a pattern matches → number of entries in it, or in this
     rank's part of it: see [Note: Unused experts] in `step.layout.skipping`."""
     if not patterns:
         return {}
@@ -132,7 +132,7 @@ def entries_in(model: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
 
 
 class SplitSteps(Protocol):
-    """Ends the steps of an optimizer, each in several calls: see `OffloadOptimizer.split`."""
+    """Ends the steps of an optimizer in several calls: see `OffloadOptimizer.split`."""
 
     def sample_timeline(self) -> None:
         """Record the lanes from the next decision on, until the one after it."""
@@ -140,20 +140,20 @@ class SplitSteps(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The part of a model that one engine trains: here all of it, on all ranks alike.
+    """The part of a model that an engine trains; by default the complete model, equal on all ranks.
 
     Attributes:
         replicas: the ranks that hold the same part of the model and share its state.
-        stages: the ranks that hold the other layers, for the same batch.
+        stages: the ranks that hold the other pipeline stages, for the same batch.
         parts: the ranks that hold the other parts of its DTensors, and have the same inputs.
-        first: the number of its first parameter in the whole model, by which stochastic rounding
-            draws.
-        weight_versions: versions of its working weights.
-        gradient_sums: sums of its gradients; two, where a step is decided after the next one's
-            gradients have begun to arrive.
+        first: index of its first parameter in the complete model, which seeds stochastic
+            rounding.
+        weight_versions: number of versions of its working weights.
+        gradient_sums: number of sums of its gradients; two if a step is decided after gradients of
+            the next step have begun to arrive.
         update_policy: as in `StepSpec`.
-        skipping: what `skip_unused` names; None: nothing.
-        in_order: each backward is that of the oldest forward without one.
+        skipping: makes the usage of buckets that `skip_unused` names; None: no such bucket.
+        in_order: backwards run in the order of their forwards, oldest first.
     """
 
     replicas: Ranks = ALONE
@@ -169,18 +169,19 @@ class Division:
 
     @property
     def size(self) -> int:
-        """The number of all ranks of the model."""
+        """Number of ranks of the complete model."""
         return self.replicas.everyone.size * self.stages.size * self.parts.size
 
     def sharers(self, param: Tensor) -> Ranks:
-        """Return those of `replicas` that share the state of a parameter."""
+        """Return the ranks of `replicas` that share the state of a parameter."""
         return self.replicas.of_experts if holds_experts(param) else self.replicas
 
     def check(
         self, model: nn.Module, rule: AnyRule, config: OffloadConfig, *, is_stage: bool
     ) -> None:
-        """Raises ModelError for a model that is divided otherwise; `is_stage`: it is one of
-        several stages."""
+        """Raises ModelError for a model that is divided in another way; `is_stage`: the model is
+        one of several stages."""
 
     def check_same_weights(self, names: Sequence[str], checksums: Sequence[float]) -> None:
-        """Compare the first values of what all `parts` hold whole; raises RankError."""
+        """Compare the first values of parameters that all `parts` hold in full; raises
+        RankError."""

@@ -21,7 +21,7 @@ from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.formats import FP32, recognise
 
 _CHUNK = 1 << 20
-"""Elements that are averaged at a time; a multiple of the blocks of all formats."""
+"""Number of elements per call; a multiple of the block sizes of all formats."""
 
 
 class EMA:
@@ -34,24 +34,24 @@ class EMA:
             ema.update()
         ema.copy_to(another_model)
 
-    It averages the fp32 master weights, so that changes below the precision of 16-bit weights
+    The fp32 master weights are averaged, so that changes below the precision of 16-bit weights
     count. The values are those of `torch.optim.swa_utils.AveragedModel(model,
     multi_avg_fn=get_ema_multi_avg_fn(decay))` over the masters of a resident run: the first update
-    takes the weights over. What is trained may change meanwhile. Parameters that were never trained
-    and buffers are not averaged: they are those of the model.
+    copies the weights. Parameters may be frozen and unfrozen meanwhile. Parameters that were never
+    trained and buffers are not averaged: they are the model's.
 
-    The averages take 4 bytes per trained parameter of host memory ("moving average" in the Ledger),
-    and those of several ranks are in shards. `optimizer.state_dict()` contains them.
+    The averages take 4 bytes of host memory per trained parameter ("moving average" in the Ledger);
+    several ranks have shards of them. `optimizer.state_dict()` contains them.
 
     Attributes:
-        decay: how much of the average an update keeps. May be changed between updates.
-        num_updates: calls of `update` so far.
-        optimizer: the one whose masters are averaged.
+        decay: weight of the old average in an update. May be changed between updates.
+        num_updates: number of calls of `update` so far.
+        optimizer: the optimizer whose masters are averaged.
     """
 
     def __init__(self, optimizer: OffloadOptimizer, decay: float = 0.999) -> None:
-        """Begin with the weights as they are; or with the averages that a state dict has brought,
-        which `optimizer.load_state_dict` was given before.
+        """Start from the present weights, or from the averages of a state dict that was passed to
+        `optimizer.load_state_dict` before.
 
         Raises:
             EngineError: between backward and `step()`.
@@ -67,15 +67,15 @@ class EMA:
             self.load_state_dict(optimizer.saved_averages.pop(0))
 
     def follow(self) -> None:
-        """Begin with the masters of the parameters that are trained from now on. Those of the
-        others are averaged further, as in torch."""
+        """Start averages for newly trained parameters from their masters. The averages of frozen
+        parameters are still updated, as in torch."""
         new = [pair for pair in self.optimizer._slots() if pair[1].param not in self._averages]
         if new:
             self._allocate([(slot, *bucket.piece(slot)) for bucket, slot in new])
             self._launch({slot.param for _, slot in new}, decay=0.0)
 
     def _launch(self, params: Collection[nn.Parameter], decay: float) -> None:
-        # Lanes do not keep this object alive.
+        # The launched function must not keep `self` alive.
         averages = {param: self._averages[param] for param in params}
         buckets = {b.name: b for block in self.optimizer._blocks for b in block.buckets}
 
@@ -93,8 +93,8 @@ class EMA:
     def update(self) -> None:
         """Average the weights after the last step; call it after `step()`, on all ranks.
 
-        It launches the work, a bucket at a time, and does not wait for it: the host does it after
-        its updates, while the next forward runs.
+        It launches the work, bucket by bucket, and does not wait for it: the host runs it after
+        its updates, during the next forward.
 
         Raises:
             ValueError: `decay` is not between 0 and 1.
@@ -109,13 +109,13 @@ class EMA:
         self.num_updates += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, its average), one at a time, as `optimizer.master_weights()`
-        yields the masters: fp32, on the host, in the parameter's shape, frozen parameters as they
-        are.
+        """Yield (parameter name, average), one at a time, in the form of
+        `optimizer.master_weights()`: fp32, on the host, in the parameter's shape; frozen parameters
+        without an average as they are.
 
         On a single rank they are views of the averages, which the next update changes, and may be
-        read after `close()` of the optimizer. All ranks must exhaust it, before `close()`, and each
-        receives whole tensors.
+        read after `close()` of the optimizer. All ranks must exhaust the iterator, before
+        `close()`; each receives full tensors.
         """
         self.optimizer._engine.finish_averages()
         frozen = {average.slot.name: average.shaped for average in self._frozen()}
@@ -124,7 +124,7 @@ class EMA:
 
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages, the frozen parameters and the buffers into a model with the same
-        names; into the trained model itself, whose masters they become. All ranks call it.
+        names. If it is the trained model, they become its masters. All ranks call it.
 
         Raises:
             ModelError: a parameter is missing.
@@ -140,9 +140,9 @@ class EMA:
             buffer.copy_(buffers[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return "decay", "num_updates" and "averages", by parameter name: views, which the next
-        update changes; of several ranks, each its shard of them."""
-        self.optimizer._engine.finish_averages()  # updates on the lanes may still write them
+        """Return "decay", "num_updates" and "averages" by parameter name: views, which the next
+        update changes; with several ranks, each returns its shard."""
+        self.optimizer._engine.finish_averages()  # queued updates may still write them
         averages = {each.slot.name: each.shaped for each in self._averages.values()}
         for name, param in self.optimizer.model.named_parameters():
             if param.requires_grad and param not in self._averages:  # unfrozen since the last step
@@ -155,9 +155,8 @@ class EMA:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned, in any placement and state format, on as many
-        ranks; the state of a single rank is taken by any number. The average of a parameter that
-        it does not have begins with the weights.
+        """Load the result of `state_dict`, of any placement and state format, saved by as many
+        ranks, or by a single rank. A parameter without an average in it starts from its weights.
 
         Raises:
             EngineError: names, shapes or ranks do not fit; nothing has changed.
@@ -168,7 +167,7 @@ class EMA:
         saved, pairs, new = dict(state_dict["averages"]), [], set[nn.Parameter]()
         for slot, first, target in self._averages.values():
             if (value := saved.pop(slot.name, None)) is None:
-                new.add(slot.param)  # it was frozen, from before the first update on
+                new.add(slot.param)  # it was frozen since before the first update
                 continue
             if tuple(value.shape) == slot.shape:
                 value = slot.flattened(value)[first : first + target.numel()]
@@ -198,7 +197,7 @@ class EMA:
             self._averages[slot.param].shaped.copy_(value)
 
     def _master_of_frozen(self, slot: Slot) -> Tensor:
-        """Return the fp32 master of a frozen parameter; its weights, where it has none: (n,)."""
+        """Return the fp32 master of a frozen parameter, or its weights if it has none: (n,)."""
         optimizer = self.optimizer
         optimizer._take_over_frozen()
         state = {k: v for k, v in optimizer.state.get(slot.param, {}).items() if k != "step"}
@@ -206,7 +205,7 @@ class EMA:
         rule = next(rule for rule, group in groups if any(p is slot.param for p in group["params"]))
         dtypes = {name: name_of(value.dtype) for name, value in state.items()}
         format = recognise(dtypes, rule.moments, FP32)
-        if format is None:  # it was never trained
+        if format is None:  # never trained
             return slot.flattened(slot.local.data).float()
         tensors = tuple(
             slot.flattened(state[field.name])
@@ -225,7 +224,7 @@ class EMA:
 
 
 class _Average(NamedTuple):
-    """This rank's shard of the average of a parameter, from element `first` on: (n,) fp32."""
+    """This rank's shard of a parameter's average, starting at element `first`: (n,) fp32."""
 
     slot: Slot
     first: int
@@ -243,7 +242,7 @@ def _average(
     state: tuple[Tensor, ...],
     decay: float,
 ) -> None:
-    """Average a bucket's masters; `decay` 0: take them over."""
+    """Average a bucket's masters; `decay` 0: copy them."""
     fields = bucket.format.fields(bucket.spec.moments)
     in_place = bucket.format is FP32 and state[0].is_cpu
     for slot in (slot for slot in bucket.slots if slot.param in averages):
@@ -253,5 +252,5 @@ def _average(
             target = average[lo : lo + _CHUNK]
             piece = cut(fields, state, start + lo, start + lo + target.numel())
             master = piece[0] if in_place else decoded(bucket, piece, target.numel())
-            # As torch's own average, to the bit; `lerp_` from memory without values could be NaN.
+            # Bit-identical to torch's average; `lerp_` on uninitialised memory could give NaN.
             target.lerp_(master, 1.0 - decay) if decay else target.copy_(master)

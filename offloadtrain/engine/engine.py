@@ -33,23 +33,23 @@ from offloadtrain.step.program.updates import Decision
 
 
 class PhaseGuard:
-    """Refuses what the phase of the step does not allow."""
+    """Rejects calls that the phase of the step does not allow."""
 
     def __init__(self, gradients: Gradients, program: Program) -> None:
         self._gradients = gradients
         self._program = program
         self.closed = False
         self.salvaged = False
-        """The device has failed, and the state on the host is that of a step."""
+        """The device has failed, and the state on the host is that of a completed step."""
         self.in_flight = ""
-        """What the steps of another object leave unfinished between them (`SplitSteps`), and how to
-        end it, for messages; "" for nothing."""
+        """What a `SplitSteps` leaves unfinished between its steps, and how to end it, for messages;
+        "" if nothing is in flight."""
         self.delay_goes_on = False
         """Nothing is in flight, and the next step's forwards use older weights."""
 
     @property
     def is_over(self) -> bool:
-        """Nothing is launched on the lanes any more."""
+        """True if nothing will be launched on the lanes any more."""
         return self.closed or self.salvaged
 
     @property
@@ -75,7 +75,7 @@ class PhaseGuard:
             raise EngineError(f"{what} between backward and step(): call zero_grad() or step()")
 
     def require_undecided(self, what: str) -> None:
-        """Raises EngineError where no step can be clipped or skipped any more."""
+        """Raises EngineError if the step can no longer be clipped or skipped."""
         if not self._program.mode.waits_for_norm:
             raise EngineError(
                 f"{what} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
@@ -84,14 +84,14 @@ class PhaseGuard:
 
 
 class StepGradients:
-    """The gradients of the step in progress that have arrived: measured and clipped, read and
-    changed by the user's code. See [Note: Gradients of the user] in `engine.gradients`.
+    """The gradients that have arrived in the present step: measures and clips them, and gives user
+    code access to them. See [Note: Gradients of the user] in `engine.gradients`.
 
     Attributes:
-        access: the user's views of them.
-        norm: their norm, where it was measured before step().
+        access: the user's views of the gradients.
+        norm: their norm, if it was measured before step().
         reports: the count of steps, which another engine may take over.
-        drain: waits until all lanes are empty.
+        drain: waits until all lanes are idle.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class StepGradients:
         self.norm: Norm | None = None
 
     def clip(self, max_norm: float) -> float:
-        """Clip the step in progress; returns the norm before it. See [Note: Clipping].
+        """Clip the present step; returns the norm before clipping. See [Note: Clipping].
 
         Raises:
-            EngineError: without a backward, or where Adam runs inside backward.
+            EngineError: there was no backward, or Adam runs inside backward.
         """
         norm = self.measure("clip_grad_norm_", max_norm)
         before = norm.clipped
@@ -121,20 +121,20 @@ class StepGradients:
         return before
 
     def measure(self, caller: str, max_norm: float | None = None) -> Norm:
-        """Measure the norm of the step in progress, for a caller that may clip it; raises as
-        `clip`."""
+        """Measure the norm of the present step, for a caller that may clip it; raises as `clip`."""
         self._guard.require_at_rest(caller)
         self._guard.require_undecided(f"{caller}()")
         self._adopt_changes()
         if max_norm is not None:
             self.access.clipped_to = min(max_norm, self.access.clipped_to)
         self.norm = self.norm or self.send_squares(caller, max_norm)()
-        # Zeros of parameters without a gradient, and sums that go down.
+        # Measuring launches zeros for parameters without a gradient, and copies of sums to the
+        # host.
         self.gradients.in_transit = True
         return self.norm
 
     def norms_by_name(self) -> dict[str, float]:
-        """Measure the norm of each parameter's gradient; raises as `clip`, and EngineError where
+        """Return the norm of each parameter's gradient; raises as `clip`, and EngineError if
         other processes train other parameters."""
         norms, names = self.measure("grad_norms").of_parameter, self.norm_measure.names
         if len(norms) != len(names):
@@ -152,27 +152,28 @@ class StepGradients:
                     slot.name,
                     access.of(bucket, slot)
                     if access.shows(bucket)
-                    # Clipped as the step will be: the gradient itself stays as it was measured.
+                    # Clipped as the step will be; the stored gradient is unchanged.
                     else access.copy(bucket, slot, ranks).mul_(norm.coef),
                 )
 
     def take_assigned(self) -> None:
-        """Send the gradients that code has put into `.grad`: they may be the step's only ones."""
+        """Send the gradients that user code has assigned to `.grad`: the step may have no
+        others."""
         if self.access.has_assigned:
             self.access.has_assigned = False
             self.gradients.take_assigned()
 
     def _wait_until_arrived(self) -> None:
-        """Wait until the gradients are in their memory."""
+        """Wait until the gradients have arrived in their memory."""
         if self.gradients.in_transit:
             self.drain()
             self.gradients.in_transit = False
 
     def _begin_access(self) -> None:
-        """The user is about to read gradients where they are, or to write them."""
+        """The user is about to read gradients in place, or to write them."""
         self._wait_until_arrived()
-        # Clipping leaves the gradients as they are. Code that reads them afterwards expects them
-        # clipped.
+        # Clipping only stores a coefficient. Code that reads the gradients afterwards expects
+        # clipped values.
         norm, self.norm = self.norm, None
         if norm is not None and norm.coef != 1.0:
             self.drain()
@@ -180,7 +181,8 @@ class StepGradients:
                 self.access.multiply(bucket, norm.coef)
 
     def _adopt_changes(self) -> None:
-        """The step is about to be measured: take over what code has done to its gradients."""
+        """The step is about to be measured: register changes that user code made to its
+        gradients."""
         self.take_assigned()
         if changed := self.access.take_changed():
             # Kernels of the user may still write.
@@ -188,15 +190,15 @@ class StepGradients:
             self.program.gradients_changed(changed)
 
     def norm_of_step(self, *, skip: bool) -> Norm:
-        """Return the norm that step() decides by, measured unless it is known; raises as
+        """Return the norm for the decision of step(), measured unless it is known; raises as
         `Engine.step`."""
         self._adopt_changes()
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self.norm is not None:
             steps, coef = self.reports.counter.steps, self.norm.coef
             self.norm_measure.check_after_clipping(steps, coef, skip=skip)
-        # Otherwise the training thread waits for results here, and nowhere else in a step: the
-        # decision to skip and the clip coefficient go into every launch of Adam.
+        # Otherwise the training thread waits here, its only wait for results in a step: the
+        # decision to skip and the clip coefficient are arguments of every launch of Adam.
         return self.norm or self.send_squares("step", skip=skip)()
 
     def send_squares(
@@ -209,7 +211,7 @@ class StepGradients:
 
 
 class Engine:
-    """Drives blocks through steps. `OffloadOptimizer` is its face to the user."""
+    """Drives blocks through steps. `OffloadOptimizer` is the interface for users."""
 
     def __init__(
         self,
@@ -231,7 +233,7 @@ class Engine:
         self.residency = residency
         ranks = norm_measure.ranks
         self._ranks = None if ranks.is_single else ranks
-        """Those that agree on the order of uploads; None for a single rank."""
+        """Ranks that must upload in the same order; None for a single rank."""
         self.forward_hooks = forward_hooks
         forward_hooks.on_root = self._begin_forward
         forward_hooks.on_blocks = gradients.forward_begins
@@ -244,13 +246,13 @@ class Engine:
         )
         self._has_stepped = False
         self.successor: Callable[[], Engine | None] = lambda: None
-        """Called between two steps; returns the engine that has taken the place of this one."""
-        self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
-        self.casts: list[Removable] = []  # hooks, too, which another engine takes over
+        """Called between two steps; returns the engine that replaces this one, or None."""
+        self.attached: list[Removable] = []  # hooks of the model, removed by `close()`
+        self.casts: list[Removable] = []  # hooks that the next engine takes over
 
     def _forward_order(self) -> list[str]:
-        """Return the blocks in the order in which their weights go up, that of forward. Among ranks
-        it is rank 0's."""
+        """Return the blocks in upload order, which is the order of forward; with several ranks, the
+        order of rank 0's forward."""
         return self._used_order() if self._ranks is None else self._agreed_order
 
     def _used_order(self) -> list[str]:
@@ -260,7 +262,7 @@ class Engine:
 
     @cached_property
     def _agreed_order(self) -> list[str]:
-        """A collective: the first step of several ranks agrees on it."""
+        """Upload order of all ranks. The first access is a collective, in the first step."""
         assert self._ranks is not None, "a single rank has nothing to agree on"
         names = [*self.residency.blocks]
         numbers = [*map(names.index, self._used_order())]
@@ -273,10 +275,10 @@ class Engine:
         return self.reports.counter
 
     def deliver(self, block: Block, slot: Slot) -> None:
-        """Post-accumulate-grad hook of one parameter.
+        """Post-accumulate-grad hook of a parameter.
 
         Raises:
-            EngineError: after close(), after clip_grad_norm_(), or a plain backward in fp16.
+            EngineError: after close(), after clip_grad_norm_(), or for a plain backward in fp16.
             GradientError: for a gradient that cannot be used.
         """
         if self.guard.closed:
@@ -305,8 +307,9 @@ class Engine:
             # in the first step, whose backward shows which blocks deliver twice.
             for completed_block in completed:
                 self._interpreter.run(self.program.grads_complete, completed_block.name, early)
-        # Mode "delayed": a block's new weights go up, concurrently with backward, once no graph
-        # holds its old ones. Earlier they would overwrite what this backward still reads.
+        # Mode "delayed": a block's new weights are uploaded, concurrently with backward, once no
+        # graph holds its old weights. An earlier upload would overwrite weights that backward
+        # reads.
         for name in tuple(self.program.mode.waiting_for_graphs):
             if self.residency.blocks[name].is_unread:
                 self._interpreter.run_update(self.program.graph_freed, name)
@@ -320,10 +323,10 @@ class Engine:
             in_graph: autograd may save it for a backward.
 
         Returns:
-            A copy of a streamed block's weights; None: the parameter's own memory can be read.
+            A copy of a streamed block's weights; None: the parameter's memory can be read directly.
         """
         in_forward = self.forward_hooks.is_running
-        # Not in inference mode: copies of an evaluation need version counters, too.
+        # Not in inference mode: copies made during an evaluation also need version counters.
         normal = torch.inference_mode(False)
         with self._interpreter.lock, normal, torch.no_grad(), past_the_class():
             return block.source.read(block, slot, in_graph=in_graph, in_forward=in_forward)
@@ -345,7 +348,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            # Not with other microbatches in flight: nothing but close() follows.
+            # Not with other microbatches in flight: only close() is possible then.
             if not self.guard.in_flight:
                 self.drop_gradients()
             raise
@@ -355,19 +358,19 @@ class Engine:
         self.residency.end_backward()
 
     def end_micro_step(self) -> None:
-        """The backward of one microbatch is over."""
+        """The backward of a microbatch is over."""
         self.guard.require_open("end_micro_step")
         self.gradients.end_micro_step()
 
     def step(self, *, skip: bool = False) -> StepReport:
-        """Measure the norm, skip or clip, then launch Adam and uploads; returns before these are
-        done.
+        """Measure the norm, skip or clip, then launch Adam and uploads; returns before they are
+        complete.
 
         Args:
             skip: skip the step in any case.
 
         Raises:
-            EngineError: without a backward since the last step, or `skip` where Adam runs inside
+            EngineError: no backward since the last step, or `skip` while Adam runs inside
                 backward.
             RankError: ranks disagree about the step.
             UpdateError: hyperparameters changed after updates inside backward.
@@ -390,7 +393,7 @@ class Engine:
         and the uploads.
 
         Args:
-            clipped_to: the smallest norm that its gradients were clipped to before step().
+            clipped_to: the smallest norm that the gradients were clipped to before step().
         """
         config = self.program.spec.config
         if config.clip_norm is not None and config.clip_norm < clipped_to:
@@ -399,19 +402,19 @@ class Engine:
         skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = self._forward_order()
-        # From here on the step counts: the lanes, or `salvage`, will do it.
+        # From here on the step counts: the lanes, or `salvage`, will complete it.
         self._interpreter.require_intact()
         self._interpreter.journal.decide()
         self.counter.decide(skipped=skipped, overflow=overflow)
         if not skipped:
             self.step_gradients.norm_measure.count_steps()
-        # Only launches: Adam and uploads run during the next forward, whose blocks wait for theirs.
+        # Launches only: Adam and uploads run during the next forward, whose blocks wait for theirs.
         self._interpreter.run_update(self.program.norm_known, order, decision)
         self.step_gradients.norm = None
         return decision
 
     def conclude(self, norm: Norm, decision: Decision, micro_steps: int) -> StepReport:
-        """Report a step whose update is launched, and tell the loss scale of it.
+        """Report a step whose update is launched, and update the loss scale.
 
         Raises:
             UpdateError: hyperparameters changed after updates inside backward.
@@ -419,7 +422,7 @@ class Engine:
         """
         report = self.reports.report(norm, decision, micro_steps, self.program.speculation)
         self._has_stepped = True
-        # The step is done and reported: raising before would have left it half done.
+        # After the step is complete and reported: an earlier error would leave it half done.
         self.program.mode.verify()
         self.reports.end_step(report)
         return report
@@ -430,18 +433,18 @@ class Engine:
 
     def detach_weights(self) -> None:
         """Prepare for a caller that sets the state and, separately, the weights that forward uses;
-        waits until the lanes are empty."""
+        waits until the lanes are idle."""
         self._interpreter.run_update(self.program.detach_weights)
         self.drain()
 
     def switch_version(self, *, to_previous: bool) -> None:
-        """Parameters become the weights before the newest ones, or the newest ones again."""
+        """Switch parameters to the previous weights, or back to the newest."""
         self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
 
     def salvage(self, failure: BaseException) -> None:
-        """After a failure of the device: make the state on the host that of `step_count`, without
-        touching the device; see [Note: Salvage] in `engine.interpreter`. Only reading the state
-        and closing make sense afterwards.
+        """After a failure of the device: make the host state that of `step_count`, without
+        touching the device; see [Note: Salvage] in `engine.interpreter`. Afterwards only reading
+        the state and closing are useful.
 
         Raises:
             SalvageError: the state is between two steps, or not on the host.
@@ -449,16 +452,16 @@ class Engine:
         self._interpreter.salvage(failure)
         self.counter.update_scale()
         self.guard.salvaged = True
-        # The lanes are at rest: nothing writes this memory any more.
+        # The lanes are idle: nothing writes this memory any more.
         for block in self.residency.streamed:
             block.views.show_host()
 
     def emit(self, *, delayed: bool = False) -> None:
-        """Replace the working weights by the masters, rounded; waits until they are.
+        """Replace the working weights by the rounded masters; waits until this is complete.
 
         Args:
-            delayed: only after the next backward, as update mode "delayed" does; older weights
-                were set where forward uses them.
+            delayed: upload only after the next backward, as update mode "delayed" does; the caller
+                has set the older weights for the next forward.
 
         Raises:
             EngineError: between backward and step().
@@ -468,18 +471,19 @@ class Engine:
         self.guard.delay_goes_on = delayed
         event = self.program.resume_delay if delayed else self.program.upload_masters
         self._interpreter.run_update(event)
-        # The caller may read parameters, or write masters again, outside of any hook that waits.
+        # The caller may read parameters, or write masters again, without any hook that waits.
         self.drain()
 
     def write_state(self, writer: StateWriter) -> None:
-        """Launch the writes of the state after the last step; they run during the next ones.
+        """Launch the writes of the state after the last step; they run during the next steps.
 
         Raises:
             EngineError: between backward and step().
         """
         self.guard.require_between_steps("write the state")
         self.functions.writer = writer
-        # It may have written state or frozen weights on the device, which no launch declares.
+        # The caller may have written state or frozen weights on the device, which no launch
+        # declares.
         self.lanes.follow_caller()
         self._interpreter.run(self.program.save)
 
@@ -496,7 +500,7 @@ class Engine:
             self._interpreter.run(self.program.average)
 
     def finish_averages(self) -> None:
-        """Wait until the calls that `average` has launched are done."""
+        """Wait until the calls that `average` has launched are complete."""
         if not self.guard.is_over:
             self._interpreter.run(self.program.wait_for_averages)
 
@@ -505,16 +509,16 @@ class Engine:
         self._interpreter.run(self.program.wait_for_writes)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients since the last step.
+        """Drop the gradients since the last step.
 
         Raises:
-            EngineError: microbatches are in flight, whose gradients belong to a step that was asked
-                for.
+            EngineError: microbatches are in flight, whose gradients belong to a step that was
+                requested.
         """
         self.guard.require_at_rest("zero_grad()")
         self.forward_hooks.end_interrupted()
         self.step_gradients.norm = None
-        # After an exception in the midst of a step: the lanes restart before anything is launched.
+        # After an exception within a step: the lanes restart before anything is launched.
         if self._interpreter.failure is not None and not self._interpreter.is_inconsistent:
             # First, as operations in flight still use the memory that is released below.
             self.lanes.synchronize()
@@ -524,29 +528,29 @@ class Engine:
             self._interpreter.failure = None
         self.step_gradients.access.end_step()
         self.gradients.drop()
-        # Copies down in flight need no wait: the next step's write the same memory after them.
+        # Copies to the host in flight need no wait: the next step's copies run after them.
         self._interpreter.run_update(self.program.drop)
 
     def synchronize(self) -> None:
-        """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
-        newest weights."""
+        """Wait until all lanes are idle and the state is complete; between steps, parameters then
+        hold the newest weights."""
         if not self.guard.is_over:
             self.end_delay()
             self.drain()
 
     def end_delay(self) -> None:
-        """Between steps, launch the uploads that mode "delayed" holds back."""
+        """Between steps, launch the uploads that mode "delayed" postpones."""
         if not self.guard.is_over:
             self.guard.require_at_rest("reading the newest weights")
             self.forward_hooks.end_interrupted()
-            # Inside a step they stay: backward may need the old weights.
+            # Within a step they stay postponed: backward may need the old weights.
             if self.guard.phase is Phase.FORWARD:
                 self.publish_weights()
 
     def drain(self) -> None:
-        """Wait until all lanes are empty; parameters hold the weights that forward uses."""
-        # The caller reads or writes state past the lanes: nothing may be in flight. Later launches
-        # wait for nothing before this point, and the disk's checksums may not be true any more.
+        """Wait until all lanes are idle; parameters then hold the weights that forward uses."""
+        # The caller reads or writes state outside the lanes: nothing may be in flight. Later
+        # launches wait for nothing before this point, and the disk's checksums may become outdated.
         with self._interpreter.lock:
             self.lanes.synchronize()
             self.program.synchronized()
@@ -567,27 +571,27 @@ class Engine:
         self.program.mode.take_over(other.program.mode)
 
     def leave(self) -> list[Removable]:
-        """Take the hooks off the model and give it its weights; the lanes serve another engine.
-        Returns the casts, which stay on the model: a forward of it may be running."""
+        """Detach from the model and give it its weights; another engine will use the lanes.
+        Returns the cast hooks, which stay on the model: a forward may be running."""
         casts, self.casts = self.casts, []
         self._leave(self.lanes.synchronize, has_successor=True)
         return casts
 
     def close(self) -> None:
-        """Take the hooks off the model and give it its weights. Idempotent; no collective."""
+        """Remove the hooks from the model and give it its weights. Idempotent; not a collective."""
         if not self.guard.closed:
             self._leave(self.lanes.close)
 
     def _leave(self, drain: Callable[[], None], *, has_successor: bool = False) -> None:
         self.guard.closed = True
-        # First, and also if the GPU has failed: the model is an ordinary one again.
+        # First, and also if the GPU has failed: the model becomes an ordinary module again.
         self.forward_hooks.close()
-        # Cycles of references to this engine end here.
+        # Reference cycles through this engine end here.
         self.forward_hooks.on_root = self.step_gradients.drain = lambda: None
         self.attached += self.casts
         while self.attached:
             self.attached.pop().remove()
-        # Drains: weights are copied out of host memory next, which the caller then gives back.
+        # Drains: next, weights are copied out of host memory, which the caller then releases.
         drain()
         self._interpreter.failure = None
         self.step_gradients.access.end_step()
@@ -600,8 +604,8 @@ class Engine:
 
 
 def hook_parameters(engine: Engine) -> list[Any]:
-    """Report the gradient of every trained parameter to the engine, which they do not keep alive;
-    returns the handles of the hooks."""
+    """Report the gradient of every trained parameter to the engine, which the hooks reference
+    weakly; returns the handles of the hooks."""
     alive = weakref.ref(engine)
     return [
         slot.param.register_post_accumulate_grad_hook(partial(_deliver, alive, block, slot))

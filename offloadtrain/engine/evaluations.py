@@ -1,10 +1,10 @@
 """The comparison of ranks after an evaluation.
 
 [Note: Evaluation in ZeRO stage 3]
-A forward gathers weights there. Collectives are matched by their order: where one rank takes
-another path through the model, each gets weights pieced together from two modules, and computes
-with them. In training `step()` compares what was launched; no step follows the last evaluation. So
-every forward of the model without gradients ends with a few bytes of each rank.
+In stage 3 a forward gathers weights. Collectives are matched by their order: if a rank takes
+another path through the model, each rank gets weights pieced together from two modules, and
+computes with them. In training `step()` compares the launched collectives; no step follows the last
+evaluation. So every forward of the model without gradients ends with an exchange of a few bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Found = TypeVar("Found")
 def eager(function: Callable[Args, Found]) -> Callable[Args, Found]:
     """Return the function without the wrapper that hides it from torch's compiler.
 
-    The wrapper imports the compiler at its first call, which takes over a second. Where nobody has
-    imported it, nothing is compiled, and there is nothing to hide from.
+    The wrapper imports the compiler at its first call, which takes over a second. If the compiler
+    was not imported, nothing is compiled, and the wrapper is not needed.
     """
     return function if "torch._dynamo" in sys.modules else inspect.unwrap(function)
 
 
 class _AfterForward(OfOneModel):
-    """Not called where forward raises: the other ranks learn of that from their gathers."""
+    """Not called if forward raises: the other ranks then fail in their gathers."""
 
     __slots__ = ("_functions", "_ranks")
 
@@ -54,7 +54,7 @@ class _AfterForward(OfOneModel):
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _compare(functions: Functions, ranks: Ranks) -> None:
-    # Waits for the other ranks, which have launched the same gathers; not for the gathers.
+    # Waits for the other ranks to launch the same gathers, not for the gathers.
     digests = ranks.all_gather_host([functions.digests.take_collectives()])
     for rank, digest in enumerate(digests[:, 0]):
         if digest != digests[0, 0]:
@@ -67,7 +67,7 @@ def _compare(functions: Functions, ranks: Ranks) -> None:
 
 
 def check_evaluations(model: nn.Module, engine: Engine, ranks: Ranks) -> list[RemovableHandle]:
-    """Compare the ranks after every forward without gradients, where forwards gather."""
+    """Compare the ranks after every forward without gradients, if forwards gather weights."""
     if not engine.residency.gathers:
         return []
     return [model.register_forward_hook(_AfterForward(engine.functions, ranks))]

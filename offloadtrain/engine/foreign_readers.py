@@ -1,11 +1,11 @@
-"""Answers what code asks an engine's parameters for: copies of them, their values, `.grad`.
+"""Serves foreign code that reads an engine's parameters: copies, values and `.grad`.
 
 Copies and pickles of a model are made of the newest weights. For gradients see [Note: Gradients of
-the user] in `engine.gradients`. Some of torch's own files read `.grad` as the user's code
-does: its clipping, which Accelerate, Lightning and the Trainer call, and its gradient scaler. The
-others look whether there are gradients, and find none. torch's pipeline schedules divide `.grad` by
-the number of microbatches, and the zero-bubble ones put it together from two halves of a backward:
-they would train with wrong gradients, and are refused.
+the user] in `engine.gradients`. Some of torch's files read `.grad` as the user's code
+does: its clipping, which Accelerate, Lightning and the Trainer call, and its gradient scaler. Its
+other files only check for gradients, and get None. torch's pipeline schedules divide `.grad` by
+the number of microbatches, and the zero-bubble schedules compute it in two halves of a backward:
+they would train with wrong gradients, and raise an error.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _READERS = {
     str(_PIPELINING / "stage.py"): SCALING,
     str(_PIPELINING / "_backward.py"): SPLITTING,
 }
-"""Files of torch → what they read a parameter's gradient for."""
+"""File of torch → its purpose for reading a parameter's gradient."""
 
 
 class ParameterReaders:
-    """Observes the parameters of one engine."""
+    """Observes the parameters of an engine."""
 
     def __init__(
         self, owner: WeightsIO, named: Iterable[tuple[str, nn.Parameter]], engine: Engine
@@ -69,15 +69,16 @@ class ParameterReaders:
         }
         self._warned = False
         self._clipped: tuple[list[nn.Parameter], bool] | None = None
-        """The parameters of torch's last call of clipping, and whether all trained are there."""
+        """Parameters of torch's last clipping call, and whether they include all trained
+        parameters."""
         observe((param for _, param in self._named), self)
-        # The first read of each block reports it: weights go up in the order of the first reads.
+        # The first read of each block reports it: uploads follow the order of the first reads.
         for block in engine.residency.blocks.values():
             set_unready(block.views.params)
             block.views.ready = False
 
     def remove(self) -> None:
-        """Make them ordinary parameters again."""
+        """Turn them into ordinary parameters again."""
         release(param for _, param in self._named)
 
     def before_copy(self) -> None:
@@ -92,19 +93,19 @@ class ParameterReaders:
             owner.synchronize()
 
     def before_data_is_set(self, param: nn.Parameter, values: Tensor, frame: FrameType) -> bool:
-        """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
-        in the next step, the masters take over what it holds."""
+        """See `Observer`. Memory of the same kind is accepted: if the parameter still views it
+        in the next step, its values are copied to the masters."""
         _, bucket, slot = self._places[param]
         owner = self._owner()
         moves = bucket.moves and frame.f_code is nn.Module._apply.__code__
         with past_the_class():
-            # `.to("cuda")` of a model before its first forward: parameters view the host's copy.
+            # `.to("cuda")` of a model before its first forward: parameters view the host copy.
             if moves and owner is not None and values.device == owner.device:
                 here = values.to(param.device)
                 if here.dtype == param.dtype and torch.equal(here, param):
                     return False
             kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
-        # The engine changes the memory of streamed blocks, and in pipelines without flushes.
+        # The engine itself sets the memory of streamed blocks, and of pipelines without flushes.
         if kinds[0] != kinds[1]:
             raise ParameterWriteError(
                 f"'{slot.name}'.data is set to another tensor (.to(), .data = …), of {kinds[0]}: "
@@ -148,7 +149,7 @@ class ParameterReaders:
         """See `Observer`."""
         block, bucket, slot = self._places[param]
         weights = self._engine.read_without_a_call(block, slot, in_graph=in_graph)
-        # A write into the memory itself, a part of the masters, would pass `write` by.
+        # A write into the memory itself, which belongs to the masters, would bypass `write`.
         if weights is None and bucket.loads_masters and block in self._engine.residency.exposed:
             with torch.no_grad(), past_the_class():
                 weights = slot.local.data.clone()
@@ -159,8 +160,9 @@ class ParameterReaders:
 
         Raises:
             PipelineError: the schedule would train with wrong gradients.
-            EngineError: gradients that are dropped belong to microbatches in flight, or cannot be
-                clipped any more.
+            EngineError: dropped gradients belong to microbatches in flight, or the step can no
+            longer
+                be clipped.
             GradientAccessError: the gradient is in shards or on the disk; or another optimizer's
                 step reads it.
         """
@@ -178,8 +180,8 @@ class ParameterReaders:
                 "the engine: use GPipe, 1F1B or interleaved 1F1B, which ot.pipeline() makes"
             )
         if reader == CLIPPING and (call := self._clipping_all(frame)) is not None:
-            # All are clipped together: the first of them stands for the others, with a gradient or
-            # without.
+            # All are clipped together: the first parameter represents the others, even if it has no
+            # gradient.
             params = call["parameters"]
             first = next(each for each in params if each.requires_grad and each in self._places)
             if param is not first:
@@ -201,7 +203,7 @@ class ParameterReaders:
                 f"offload() trains '{self._places[param][2].name}', and has taken its gradient. "
                 "Call step() of the optimizer that offload() has returned, or close() that one"
             )
-        # torch's compiler looks whether there are gradients.
+        # torch's compiler checks whether there are gradients.
         if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
             return None
         return self._view(param, writes=reader is not None, frame=frame)
@@ -225,24 +227,24 @@ class ParameterReaders:
         return False
 
     def _has_left(self, param: nn.Parameter) -> bool:
-        """Tell whether the step has a gradient of this parameter that is not in `.grad`."""
+        """Return True if the step has a gradient of this parameter that is not in `.grad`."""
         phase = self._engine.guard.phase
         if phase not in (Phase.BACKWARD, Phase.ACCUMULATED) or in_backward():
             return False
         _, bucket, _ = self._places[param]
         left = self._engine.step_gradients.access.has_left(bucket)
         if left and gradient_of(param) is not None:
-            # A second gradient of the same backward: it joins the first.
+            # A second gradient of the same backward: it is added to the first.
             self._engine.end_micro_step()
         return left
 
     def _all_trained(self, params: Iterable[nn.Parameter]) -> bool:
-        """Tell whether these are all the parameters that the engine trains, or more."""
+        """Return True if these include all parameters that the engine trains."""
         return {param for _, param in self._named if param.requires_grad} <= set(params)
 
     def _clipping_all(self, frame: FrameType) -> dict[str, Any] | None:
-        """Return the local variables of torch's `clip_grad_norm_`, if that reads the gradient of a
-        step and clips all that the engine trains."""
+        """Return the local variables of torch's `clip_grad_norm_`, if it reads a gradient of the
+        step and clips all parameters that the engine trains."""
         if self._engine.guard.phase not in (Phase.BACKWARD, Phase.ACCUMULATED) or in_backward():
             return None
         if (call := _clipping_call(frame)) is None or call["norm_type"] != 2:
@@ -280,7 +282,7 @@ class ParameterReaders:
         return self._engine.step_gradients.access.of(bucket, slot)
 
     def _warn_once(self, message: str, name: str, line: str) -> None:
-        # An engine's gradients are of one kind: there is one warning of them.
+        # All gradients of an engine are of one kind, so a single warning is enough.
         if not self._warned:
             self._warned = True
             _log.warning(message, name, line)

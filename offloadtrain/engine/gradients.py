@@ -1,46 +1,47 @@
-"""The gradients of a step: each block's way from autograd to where its state is, and what user code
-reads and changes of them before `step()`.
+"""The gradients of a step: the path of each block's gradients from autograd to the tier of its
+state, and the access of user code to them before `step()`.
 
 [Note: Micro-steps]
-A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
-when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()`
-the first delivery opens the micro-step, or in stage 3 a gather before it, and the next forward of
-the model or `step()` ends it. Where another microbatch is due, the forward of a block that has
-delivered ends it, too: a loss may be computed past the model's own call (`model.loss(batch)`).
-Where backwards follow each other without a forward in between, `optimizer.end_micro_step()` must. A
-gradient not delivered by then is zero. A block whose parameters have all delivered is sent at once.
-If one of them delivers again in the same micro-step (reentrant recompute), the later gradient is
-added to the earlier one, and from then on the block is sent only at the end of its micro-steps.
+A micro-step is the backward of one microbatch. Autograd reports when a parameter's gradient is
+ready, not when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain
+`loss.backward()` the first delivery opens the micro-step, or in stage 3 a gather before it, and the
+next forward of the model or `step()` ends it. If another microbatch is due, the forward of a block
+that has delivered also ends it: a loss may be computed without calling the model
+(`model.loss(batch)`). If backwards run without a forward in between, `optimizer.end_micro_step()`
+must be called. A gradient that was not delivered by then is zero. A block whose parameters have all
+delivered is sent at once. If a parameter delivers again in the same micro-step (reentrant
+recompute), the later gradient is added to the earlier one, and from then on the block is sent only
+at the end of its micro-steps.
 
 [Note: Whose turn]
-Several ranks must launch their reduce-scatters in one order, whatever each of them is ready for
-first. In the first micro-step that is the order of registration, last block first; later, the order
-of rank 0's first backward. A block that is ready early waits. One without a gradient on this rank
-sends zeros at the end. After the first micro-step ranks also agree on the blocks that deliver
+All ranks must launch their reduce-scatters in the same order, independent of what is ready first on
+each. In the first micro-step that is the order of registration, last block first; later, the order
+of rank 0's first backward. A block that is ready early waits. A block without a gradient on this
+rank sends zeros at the end. After the first micro-step ranks also agree on the blocks that deliver
 twice.
 
 [Note: Before a gather]
 In ZeRO stage 3 backward also gathers weights, on the lane of the reduce-scatters, and every rank
-must launch both in one order. A block is never complete on a rank whose tokens reach only some of
-its experts. So before each gather, the blocks that backward has passed are sent as they are.
-Autograd runs nodes in the reverse of the order in which forward made them: a block whose first
-forward began after that of the block to be gathered gets no more gradients. The ranks on which it
-is complete have sent it after the gather before this one. `InFlight` keeps the clocks of forwards
+must launch both in the same order. A block is never complete on a rank whose tokens reach only some
+of its experts. So before each gather, the blocks that backward has passed are sent, complete or
+not. Autograd runs nodes in the reverse of the order in which forward made them: a block whose first
+forward began after that of the block to be gathered gets no more gradients. Ranks on which it
+is complete have sent it after the previous gather. `InFlight` stores the clocks of forwards
 whose backward has not run.
 
 [Note: Gradients of the user]
-Backward takes gradients from `.grad` and brings them to the memory that Adam will read: on the
+Backward moves gradients from `.grad` to the memory that Adam will read: on the
 host, or on the device if the state or the sums are there. Until `step()` that memory *is* the
-gradient of the user: `.grad` returns a `GradientView` of it. Making a view moves no bytes and waits
-for nothing. The first function of torch that reads it waits until the lanes are empty. Adam reads
-what code has written into it, so `step()` measures the norms of gradients that were used again, and
+user's gradient: `.grad` returns a `GradientView` of it. Making a view moves no bytes and does not
+wait. The first torch function that reads it waits until the lanes are idle. Adam reads
+what code has written into it, so `step()` measures the norms of used gradients again, and
 copies their sums on the device to the host again.
 
-From `step()` on other operations use the memory. Views that code has stored get memory of their own
-then, with the values that they had.
+From `step()` on, other operations use the memory. Views that user code has stored then get their
+own memory, with the values that they had.
 
-Gradients that code puts into `.grad` where backward has delivered none (`torch.autograd.grad`,
-gradients per sample, surgery) stay there, and `step()` sends them as it sends those of a backward.
+Gradients that user code assigns to `.grad` without a backward (`torch.autograd.grad`, gradients per
+sample, gradient surgery) stay there, and `step()` sends them as it sends those of a backward.
 """
 
 from __future__ import annotations
@@ -76,28 +77,28 @@ from offloadtrain.step.program.program import Program
 
 
 class InFlight:
-    """Tells when each block was read in the forwards that the backward in progress belongs to.
+    """Returns when each block was read in the forwards that the present backward belongs to.
 
-    Outside of pipelines these are all forwards since the last micro-step: one backward may run over
+    Outside of pipelines these are all forwards since the last micro-step: one backward may cover
     several. In a pipeline the forwards of later microbatches run before this backward. Backwards
-    come in the order of the forwards, so the clocks of each forward are kept until its backward.
+    run in the order of the forwards, so the clocks of each forward are stored until its backward.
     """
 
     def __init__(self, blocks: Sequence[Block], *, in_order: bool) -> None:
-        """`in_order`: each backward is that of the oldest forward without one."""
+        """`in_order`: backwards run in the order of their forwards, oldest first."""
         self._blocks, self._in_order = blocks, in_order
         self._earlier: deque[dict[Block, tuple[int, int]]] = deque()
-        """Of every forward but the last one: block → its first and its last clock."""
+        """For each forward except the last: block → its first and its last clock."""
         self._foreign_task = -1
-        """A backward that delivers nothing to this model."""
+        """Graph task of the last backward that delivers nothing to this model."""
         for block in blocks:
             block.clock.in_order = in_order
 
     def forward_begins(self) -> None:
-        """A forward of the model begins that is not part of a backward."""
+        """A forward of the model begins outside of backward."""
         if not self._in_order or not torch.is_grad_enabled():
             return
-        # If there is one: the first of all follows none, and another may have had its backward.
+        # If the last forward is pending: there may be none, or its backward may have run.
         if any(block.clock.first for block in self._blocks):
             self._earlier.append(
                 {block: (block.clock.first, block.clock.last) for block in self._blocks}
@@ -106,11 +107,11 @@ class InFlight:
                 block.clock.first = 0
 
     def clocks(self, block: Block) -> tuple[int, int]:
-        """Return when the block was first and last read; (0, …): not at all."""
+        """Return when the block was first and last read; the first is 0 if it was not read."""
         return self._earlier[0][block] if self._earlier else (block.clock.first, block.clock.last)
 
     def backward_ends(self) -> None:
-        """The backward of the oldest forward without one is over."""
+        """The backward of the oldest pending forward is over."""
         if self._earlier:
             self._earlier.popleft()
             return
@@ -118,13 +119,14 @@ class InFlight:
             block.clock.first = 0
 
     def drop(self) -> None:
-        """No backward is to come."""
+        """No backward will follow."""
         self._earlier.clear()
         self.backward_ends()
 
     def will_deliver(self, trained: Sequence[Block]) -> bool:
-        """Tell whether the backward in progress is a plain one of this model: it reaches parameters
-        that a forward has read. One of another model through this one's frozen weights does not."""
+        """Return True if the present backward is a plain backward of this model: it reaches
+        parameters that a forward has read. A backward of another model through this one's frozen
+        weights does not."""
         task = torch._C._current_graph_task_id()
         if task == self._foreign_task:
             return False
@@ -144,9 +146,9 @@ class ReduceOrder(Generic[_T]):
     before its turn waits.
 
     Attributes:
-        order: of all blocks that have a turn.
-        is_agreed: the order is that of all ranks. Before, each of them follows the order of
-            registration, and they agree at the end of the first micro-step.
+        order: order of all blocks that have a turn.
+        is_agreed: the order is equal on all ranks. Before, each rank follows the order of
+            registration; they agree at the end of the first micro-step.
         ready_blocks: blocks in the order in which they became ready in this pass.
     """
 
@@ -159,15 +161,15 @@ class ReduceOrder(Generic[_T]):
     def ready(self, block: _T) -> list[_T]:
         """Return the blocks to send, in order, now that `block` is ready."""
         self.ready_blocks[block] = None
-        # A ready block is held back until all before it are sent: ranks match collectives by their
-        # order, and another one would sum gradients of different blocks.
+        # A ready block waits until all blocks before it are sent: ranks match collectives by their
+        # order, and a different order would sum gradients of different blocks.
         due = list(takewhile(lambda b: b in self.ready_blocks, self.remaining))
         self._next += len(due)
         return due
 
     @property
     def remaining(self) -> Sequence[_T]:
-        """The blocks that were not sent in this pass, in order: the first one's turn it is."""
+        """The blocks not sent in this pass, in order; the first is next."""
         return self.order[self._next :]
 
     def restart(self) -> None:
@@ -177,15 +179,15 @@ class ReduceOrder(Generic[_T]):
 
 
 class GradientError(OffloadTrainError):
-    """A gradient arrived that cannot be used, or at a moment when it cannot."""
+    """A gradient cannot be used, or arrived at a time when it cannot be used."""
 
 
 @dataclass(slots=True)
 class _Delivery:
-    """The deliveries of one block in the micro-step in progress.
+    """The deliveries of a block in the present micro-step.
 
     Attributes:
-        expected: the number of its trained parameters, each of which delivers a gradient.
+        expected: number of its trained parameters, each of which delivers a gradient.
         is_sent: its gradients were sent.
         is_sent_late: it delivers more than once, and is sent when the micro-step ends.
     """
@@ -197,7 +199,7 @@ class _Delivery:
 
 
 class Gradients:
-    """Takes gradients from autograd and sends each block's to where its state is."""
+    """Takes gradients from autograd and sends each block's to the tier of its state."""
 
     def __init__(
         self,
@@ -224,40 +226,41 @@ class Gradients:
         self._turns = None if ranks.is_single else ReduceOrder(self._trained[::-1])
         self._in_flight = None if ranks.is_single else InFlight(blocks, in_order=in_order)
         self.micro_steps = 0
-        """Whole micro-steps since the last optimizer step."""
+        """Number of completed micro-steps since the last optimizer step."""
         self.open = False
-        """A micro-step has begun and not ended."""
+        """True while a micro-step is in progress."""
         self.emptied: set[nn.Parameter] = set()
         """Parameters whose `.grad` a hook has set to None in this backward."""
         self.in_transit = False
         """Gradients were sent since the caller set this to False."""
         self.in_explicit_backward = False
-        """`optimizer.backward` runs, whose micro-step may not have delivered anything yet."""
+        """`optimizer.backward` runs; its micro-step may not have delivered anything yet."""
 
     def deliver(self, block: Block, slot: Slot) -> list[Block] | None:
         """Autograd has put a gradient into `slot.param.grad`.
 
         Returns:
-            The blocks whose gradient of the step is now complete; None if this one comes after
-            those of the block were sent.
+            The blocks whose gradient of the step is now complete; None if the gradients of the
+            block were sent before this one arrived.
 
         Raises:
-            GradientError: for one backward too many, or a sparse gradient or one of another shape.
+            GradientError: there are too many backwards, or the gradient is sparse or has another
+                shape.
         """
         if not self.open:
             self._begin()
         if block.compiled:
             block.graphs.end()
         grad, delivery = gradient_of(slot.param), self._deliveries[block]
-        # A function of the user's may return None for a parameter: it has no gradient, or has
-        # delivered it in a backward of its own.
+        # A user's autograd function may return None for a parameter: it has no gradient, or has
+        # delivered it in a nested backward.
         if grad is None and slot.param.requires_grad and slot.param not in self.emptied:
             if delivery.is_sent:
                 return []
         elif grad is None or grad.layout is not torch.strided or grad.shape != slot.global_shape:
             raise _bad_gradient(slot, grad)
         delivery.arrived += 1
-        # The block's gradients have left: this one stays in `.grad` until the micro-step ends.
+        # The block was sent: this gradient stays in `.grad` until the micro-step ends.
         if delivery.is_sent:
             if self._turns is not None and self._turns.is_agreed:
                 raise GradientError(
@@ -278,18 +281,18 @@ class Gradients:
         return due if self._in_last else []
 
     def begin_root_forward(self) -> None:
-        """A forward of the model begins that is not part of a backward."""
+        """A forward of the model begins outside of backward."""
         self.end_micro_step()
         if self._in_flight is not None:
             self._in_flight.forward_begins()
 
     def backward_reached(self, clock: int, again: Block | None) -> None:
-        """Backward is about to use a block whose forward began at `clock`: send what it has passed,
-        see [Note: Before a gather].
+        """Backward is about to use a block whose forward began at `clock`: send the blocks that it
+        has passed, see [Note: Before a gather].
 
         Args:
-            again: that block, if its forward is about to run again; that of blocks without a
-                gradient may be next.
+            again: that block, if its forward is about to be recomputed; blocks without a gradient
+                may be recomputed next.
         """
         turns, in_flight = self._turns, self._in_flight
         assert turns is not None and in_flight is not None, "a single rank gathers nothing"
@@ -311,21 +314,21 @@ class Gradients:
 
     @property
     def _in_last(self) -> bool:
-        """True if the micro-step in progress is the last of the step."""
+        """True if the present micro-step is the last of the step."""
         return self.micro_steps + 1 == self._grad_accum_steps
 
     def forward_begins(self, blocks: Sequence[Block]) -> None:
-        """A forward outside of any backward reads these blocks. If one has delivered, it is that of
-        the next microbatch."""
+        """A forward outside of backward reads these blocks. If one of them has delivered, it is the
+        forward of the next microbatch."""
         if self.open and not self._in_last:
             if any(self._deliveries[block].arrived for block in blocks):
                 self.end_micro_step()
 
     def end_micro_step(self) -> None:
-        """End the micro-step: gradients not delivered by now are zero. Ignored if none is open."""
+        """End the micro-step: gradients not delivered by now are zero. No-op if none is open."""
         if not self.open:
             return
-        # The other ranks reduce these blocks: this one must launch the same collectives.
+        # The other ranks reduce these blocks: this rank must launch the same collectives.
         for block in self._trained[::-1] if self._turns is None else self._turns.order:
             if not self._deliveries[block].is_sent:
                 self._send(block)
@@ -341,10 +344,11 @@ class Gradients:
         self.micro_steps += 1
 
     def take_assigned(self) -> None:
-        """Send the gradients that code has put into `.grad`, as a micro-step if there was none.
+        """Send the gradients that user code has assigned to `.grad`, as a micro-step if there was
+        none.
 
         Raises:
-            GradientError: for a sparse one.
+            GradientError: a gradient is sparse.
         """
         if not self.micro_steps and not self.open:
             if not any(self._holds_gradients(block) for block in self._trained):
@@ -364,8 +368,8 @@ class Gradients:
         return False
 
     def drop(self, *, in_flight: bool = True) -> None:
-        """Forget every gradient since the last step; `in_flight`: no backward is to come."""
-        # Gradients not sent down go back to the allocator, in the order of compute.
+        """Drop every gradient since the last step; `in_flight`: no backward will follow."""
+        # Gradients that were not sent return to the allocator, in the order of compute.
         self._functions.delivered = {}
         for bucket in (bucket for block in self._trained for bucket in block.buckets):
             take_gradients(bucket.params)
@@ -384,7 +388,7 @@ class Gradients:
         self.open = True
 
     def _agree(self, turns: ReduceOrder[Block]) -> None:
-        """At the end of the first micro-step: all ranks take rank 0's order, and a block that has
+        """At the end of the first micro-step: all ranks adopt rank 0's order, and a block that has
         delivered twice on any rank is sent late on all of them."""
         count = len(self._trained)
         place = {block: float(number) for number, block in enumerate(turns.ready_blocks)}
@@ -405,7 +409,7 @@ class Gradients:
     def _end_backward(self) -> None:
         """No backward is in progress."""
         # Graphs that are still alive hold handles: their backward spans end here, or their reads
-        # would reach into step(), which uploads new weights.
+        # would extend into step(), which uploads new weights.
         for block, delivery in self._deliveries.items():
             if block.graphs.spans:
                 block.graphs.end()
@@ -416,12 +420,12 @@ class Gradients:
         self.open = False
 
     def _send(self, block: Block) -> None:
-        """Send the gradients that the block's parameters hold down, and free them on the device.
-        Among ranks every rank sends, zeros where nothing is held."""
+        """Send the block's gradients from `.grad` to the host, and free them on the device.
+        With several ranks every rank sends; zeros if it has no gradient."""
         complete: dict[str, bool] = {}
         delivered: dict[str, Delivered] = {}
         for bucket in block.buckets:
-            # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
+            # Stored until the gather's launch, which frees them: it runs on compute, so that
             # the allocator reuses their memory after it, for the next block's gradients.
             gradients = []
             for slot, grad in zip(bucket.slots, take_gradients(bucket.params), strict=True):
@@ -458,13 +462,14 @@ def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:
 
 
 class GradientAccessError(OffloadTrainError, AttributeError):
-    """`.grad` cannot show this gradient. `hasattr` and `getattr` with a default see none."""
+    """`.grad` cannot show this gradient. `hasattr` and `getattr` with a default treat it as
+    absent."""
 
 
 class GradientView(Tensor):
     """A view of a gradient in the memory that Adam will read.
 
-    Its device is that of this memory. In a function with tensors of another device it takes part as
+    Its device is that of this memory. A function with tensors of another device receives
     a copy on that device, which is copied back if the function has written into it.
     """
 
@@ -486,7 +491,7 @@ class GradientView(Tensor):
             devices = (
                 x.device for x in leaves if isinstance(x, Tensor) and type(x) is not GradientView
             )
-            # Of tensors that are no views of gradients, if it is not the host.
+            # Device of the other tensors, if it is not the host.
             device = next((device for device in devices if device.type != "cpu"), None)
 
             def readable(view: GradientView) -> Tensor:
@@ -502,14 +507,14 @@ class GradientView(Tensor):
             args, kwargs = tree_map_only(GradientView, readable, (args, kwargs))
         result = func(*args, **kwargs)
         if func in _TO_NUMPY:
-            # A view would show the next step's gradients, and nobody would notice writes.
+            # An array view would show the next step's gradients, and writes would go unnoticed.
             array = result.copy()
             array.flags.writeable = False
             return array
         for tensor, copied, version in moved:
             if copied._version != version:
                 tensor.copy_(copied)
-            if result is copied:  # the function writes in place
+            if result is copied:  # in-place function
                 result = tensor
 
         def view_again(value: Tensor) -> Tensor:
@@ -517,7 +522,7 @@ class GradientView(Tensor):
             of = next((view for view, x in pairs if shares_memory(value, x)), None)
             return value if of is None else of.access.view(value)
 
-        # Every tensor of this memory is known, as all of them lose it with the step.
+        # Every tensor of this memory is tracked, as all of them lose it when the step ends.
         return tree_map_only(Tensor, view_again, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -531,8 +536,8 @@ _TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 
 class ClippedTogether(Tensor):
-    """Stands for the gradients of all parameters in `torch.nn.utils.clip_grad_norm_`: one element,
-    their norm. The factor that torch multiplies it by is the clip coefficient of the step."""
+    """Represents the gradients of all parameters in `torch.nn.utils.clip_grad_norm_`: a single
+    element, their norm. torch multiplies it by the clip coefficient of the step."""
 
     on_factor: Callable[[float], None]
 
@@ -547,17 +552,18 @@ class ClippedTogether(Tensor):
 
 
 class GradientAccess:
-    """Hands the gradients of one engine's step out, and knows which of them may have changed."""
+    """Returns views of the gradients of an engine's step, and tracks which of them may have
+    changed."""
 
     def __init__(self, program: Program, begin_access: Callable[[], None]) -> None:
-        """`begin_access`: waits until the gradients are in their memory, as the user may read them;
-        a method of an object that is not kept alive."""
+        """`begin_access`: waits until the gradients have arrived in their memory, as the user may
+        read them; a bound method whose object is referenced weakly."""
         self._program, self._begin_access_ref = program, weakref.WeakMethod(begin_access)
         self._views: dict[Slot, GradientView] = {}
         self._handed_out: set[str] = set()
         """Names of the buckets of `_views`."""
         self.has_assigned = False
-        """Code has put gradients into `.grad` that step() has to send."""
+        """User code has assigned gradients to `.grad` that step() has to send."""
         self.clipped_to = math.inf
         """The smallest norm that this step's gradients were clipped to."""
         self.emptied: set[Slot] = set()
@@ -565,19 +571,20 @@ class GradientAccess:
         self._is_used = False
         """A function has read or written a view since the last measurement."""
         self._alive = WeakIdKeyDictionary()
-        """Every view that somebody refers to."""
+        """Every live view."""
 
     def has_left(self, bucket: Bucket) -> bool:
-        """Tell whether gradients of the step have left the `.grad` of this bucket's parameters."""
+        """Return True if gradients of the step have left the `.grad` of this bucket's
+        parameters."""
         return bucket.is_trained and self._program.buckets[bucket.name].gradient.touched
 
     def shows(self, bucket: Bucket) -> bool:
-        """Tell whether `of` can view gradients: neither in shards nor on the disk."""
+        """Return True if `of` can view the gradients: neither in shards nor on the disk."""
         gradient = self._program.buckets[bucket.name].gradient
         return self._program.spec.is_single and gradient.file is None
 
     def of(self, bucket: Bucket, slot: Slot) -> GradientView:
-        """Return the view of a parameter's gradient, which has left."""
+        """Return the view of a parameter's gradient, which has left `.grad`."""
         if slot not in self._views:
             with torch.inference_mode(False), torch.enable_grad():
                 self._views[slot] = self.view(slot.view(self._flat(bucket)))
@@ -585,7 +592,7 @@ class GradientAccess:
         return self._views[slot]
 
     def copy(self, bucket: Bucket, slot: Slot, ranks: int) -> Tensor:
-        """Copy a parameter's gradient, the mean over `ranks`, to the host, where it is measured. A
+        """Return a copy on the host of a parameter's measured gradient, the mean over `ranks`. A
         collective of the ranks that share it."""
         gradient = self._program.buckets[bucket.name].gradient
         shard = bucket.memory[(gradient.file or gradient.adding).key].flat
@@ -595,8 +602,8 @@ class GradientAccess:
         return bucket.assembled(slot, mean.to("cpu", torch.float32))
 
     def view(self, tensor: Tensor) -> GradientView:
-        """Make a view of a tensor that lies in the memory of gradients."""
-        # Whatever mode the caller is in: autograd refuses writes into views made without gradients.
+        """Make a view of a tensor in the memory of gradients."""
+        # In any mode of the caller: autograd rejects writes into views made under no_grad.
         with torch.inference_mode(False), torch.enable_grad(), past_the_class():
             view: GradientView = tensor.detach().as_subclass(GradientView)
         view.access = self
@@ -604,7 +611,7 @@ class GradientAccess:
         return view
 
     def multiply(self, bucket: Bucket, factor: float) -> None:
-        """Multiply the gradients of a bucket, which have left, in their memory."""
+        """Multiply a bucket's gradients, which have left `.grad`, in place."""
         self._flat(bucket).mul_(factor)
         self._handed_out.add(bucket.name)
 
@@ -624,7 +631,7 @@ class GradientAccess:
         return self._handed_out if used else set()
 
     def end_step(self) -> None:
-        """The memory is about to be used again: stored views get memory of their own."""
+        """The memory is about to be reused: stored views get their own memory."""
         self._handed_out, self.clipped_to = set(), math.inf
         self.emptied.clear()
         if self._views:

@@ -3,17 +3,17 @@
 [Note: Salvage]
 A step is decided when its norm is known: by then all of its gradients are on the host, and only
 Adam remains, bucket by bucket, on the host. The device is not needed for it. So after a failure the
-state on the host is that of a whole step, or can be made so:
+state on the host is that of a completed step, or can be brought to it:
 
-    before the decision   the updates of the step before are finished; the step itself is given up
-    after the decision   its own updates are finished as well
-    neither               only where Adam has run in place inside backward (`updates_early`), before
-                          all gradients were there: that state is between two steps; or where
-                          matrices of a decided step were not orthogonalized, which the device does
+  before the decision   the updates of the previous step are finished; the step itself is abandoned
+  after the decision    its updates are finished as well
+  neither               if Adam has run in place inside backward (`updates_early`), before
+                        all gradients were ready: that state is between two steps; or if
+                        matrices of a decided step were not orthogonalized, which needs the device
 
-The journal holds each launch of Adam until the host lane is known to have run it. What was launched
-and did not run is run with the same operands and hyperparameters by the thread that salvages. What
-was decided and not launched is run after it.
+The journal stores each launch of Adam until the host lane is known to have run it. Launches that
+did not run are run with the same operands and hyperparameters by the thread that salvages.
+Operations that were decided and not launched are run after them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ P = ParamSpec("P")
 
 
 class SalvageError(OffloadTrainError):
-    """The state on the host is not that of a whole step, and cannot be made so."""
+    """The state on the host is not that of a completed step, and cannot be brought to it."""
 
 
 Call = Callable[[], object]
@@ -71,10 +71,10 @@ Call = Callable[[], object]
 
 @dataclass(slots=True)
 class _Adam:
-    """One launch of Adam.
+    """A launch of Adam.
 
     Attributes:
-        number: its place among the operations of the host lane, 1-based.
+        number: its position among the operations of the host lane, 1-based.
         run: calls it with its operands.
         decided: its result counts: in place, its step is decided; out of place, the copies of the
             state are swapped.
@@ -88,14 +88,14 @@ class _Adam:
 
 
 class UpdateJournal:
-    """The launches of Adam that the host lane may not have run yet, in their order."""
+    """The launches of Adam that the host lane may not have run yet, in order."""
 
     def __init__(self) -> None:
         self._open: deque[_Adam] = deque()
         self.unlaunched: Sequence[Operation] = ()
         """Operations of a decided step that will not be launched."""
         self.of_matrices: set[str] = set()
-        """Buckets whose Adam needs what the device has computed."""
+        """Buckets whose Adam needs results of the device."""
 
     def launches(self, op: Launch, run: Call, progress: HostProgress, *, decided: bool) -> None:
         """Adam is about to be launched on the host lane.
@@ -104,8 +104,8 @@ class UpdateJournal:
             decided: its step is decided.
         """
         assert op.update is not None
-        # Forget those that have run and count: a failure changes nothing about them. In order: what
-        # is after one that has not run has not run either.
+        # Drop launches that have run and count: a failure does not affect them. In order: every
+        # launch after one that has not run has not run either.
         while self._open and self._open[0].number <= progress.ended:
             if self._open[0].in_place and not self._open[0].decided:
                 break
@@ -115,7 +115,7 @@ class UpdateJournal:
         self._open.append(_Adam(op.owner, number, run, in_place, decided and in_place))
 
     def decide(self) -> None:
-        """The step is decided: what has run in place inside its backward counts."""
+        """The step is decided: updates that ran in place inside its backward count."""
         for update in self._open:
             update.decided = update.decided or update.in_place
 
@@ -127,7 +127,7 @@ class UpdateJournal:
                 return
 
     def forget(self) -> None:
-        """The lanes are empty, and the whole state was set anew."""
+        """The lanes are idle, and the complete state was replaced."""
         self._open.clear()
 
     def finish(
@@ -189,42 +189,43 @@ class UpdateJournal:
 
 
 class RankDigests:
-    """Checksums of what this rank has done since ranks compared them last."""
+    """Checksums of this rank's actions since ranks last compared them."""
 
     def __init__(self) -> None:
         self._collectives = 0
         self._weights: dict[str, int] = {}
 
     def add_collective(self, name: str) -> None:
-        """Count a collective; their order matters."""
+        """Add a collective; the checksum depends on the order."""
         self._collectives = crc32(name.encode(), self._collectives)
 
     def add_weights(self, name: str, values: Tensor) -> None:
-        """Count values that a parameter or buffer was given past the engine."""
+        """Add values that were written into a parameter or buffer without the engine."""
         flat = local(values.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         self._weights[name] = crc32(flat.numpy().data, self._weights.get(name, 0))
 
     def take_collectives(self) -> int:
-        """Return the checksum of the collectives, and begin a new one."""
+        """Return the checksum of the collectives, and start a new one."""
         digest, self._collectives = self._collectives, 0
         return digest
 
     def take_weights(self) -> dict[str, int]:
-        """Return name → checksum of the given weights, and begin new ones."""
+        """Return name → checksum of the written weights, and start new checksums."""
         weights, self._weights = self._weights, {}
         return weights
 
 
 class Functions:
-    """Makes the function of a launch; it gets the views of its reads, then those of its writes.
+    """Makes the function of a launch, whose arguments are the views of its reads, then of its
+    writes.
 
     Attributes:
-        delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
-        groups: the optimizer's own list, whose hyperparameters each launch reads anew.
-        rules: that of each group.
-        seed: that of stochastic rounding.
-        writer: takes what the next launches of `WRITE` read.
-        digests: of the collectives, and of weights that the user has written.
+        delivered: bucket → its gradients, from `.grad` until the launch of their last gather.
+        groups: the optimizer's `param_groups`; each launch reads their hyperparameters again.
+        rules: one per group.
+        seed: seed of stochastic rounding.
+        writer: receives the data of the next launches of `WRITE`.
+        digests: checksums of collectives, and of weights that the user has written.
         disk: moves state, gradients and weights between their file and host memory.
     """
 
@@ -240,7 +241,7 @@ class Functions:
         seed: int,
         parts: Ranks = ALONE,
     ) -> None:
-        """`parts`: the ranks that keep the other parts of block inputs."""
+        """`parts`: the ranks that store the other parts of block inputs."""
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
@@ -253,7 +254,7 @@ class Functions:
         self.rules = rules
         self.groups = groups
         self._targets: dict[tuple[str, int, Ref], Targets] = {}
-        """Bucket, the start of a piece, and its staging → where the gradients go."""
+        """(bucket, start of a piece, staging) → destination of the gradients."""
         self._makers: dict[Kind, Callable[[Launch], Function]] = {
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._collective,
@@ -279,11 +280,11 @@ class Functions:
         }
         self._alike = _ALIKE
         if any(bucket.usage for bucket in self._buckets.values()):
-            # Only then does anything read the marks of used experts.
+            # Nothing else reads the marks of used experts.
             self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
             self._makers |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
         self._captured: dict[tuple[Kind, str, bool, int], Function] = {}
-        """The functions of `_CAPTURED` kinds, which keep their captured calls."""
+        """The functions of `_CAPTURED` kinds, with their captured calls."""
 
     def of(self, op: Launch) -> Function:
         """Return the function of this launch."""
@@ -299,17 +300,17 @@ class Functions:
         return self._captured[key]
 
     def close(self) -> None:
-        """Nothing is launched any more: drop the functions, which refer to this object."""
+        """Nothing will be launched any more: drop the functions, which refer to this object."""
         self._makers.clear()
         self._captured.clear()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Return those of every group, as they are now."""
+        """Return the present hyperparameters of every group."""
         return [self._values_of(number) for number in range(len(self.groups))]
 
     def _values_of(self, group: int) -> dict[str, Any]:
-        """Copy the hyperparameters of a group. Its update runs on a lane later, while a scheduler
-        may change them: it writes into a learning rate that is a tensor."""
+        """Copy the hyperparameters of a group. Its update runs on a lane later, when a scheduler
+        may have changed them: it writes into a learning rate that is a tensor."""
         values = {name: value for name, value in self.groups[group].items() if name != "params"}
         return {
             name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -318,22 +319,23 @@ class Functions:
 
     @contextmanager
     def average(self, update: Callable[..., None]) -> Iterator[None]:
-        """Launches of `AVERAGE` inside call `update` with the name and the state of their bucket.
-        It may keep the optimizer alive, and is not kept here."""
+        """Within this context launches of `AVERAGE` call `update` with the name and the state of
+        their bucket. The reference to `update`, which may keep the optimizer alive, is dropped at
+        the end."""
         self._makers[Kind.AVERAGE] = lambda op: partial(update, op.owner)
         yield
         del self._makers[Kind.AVERAGE]
 
     def _gather(self, op: Launch) -> Function:
-        """Make a flat copy of the gradients, zero where there is none, each rank's part after the
-        other: see [Note: Pieces of a shard]."""
+        """Copy the gradients into a flat buffer, zeros if there is none, grouped by rank: see
+        [Note: Pieces of a shard]."""
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
         # With the last piece the function is the only owner of the gradients: they are freed when
         # it has run on compute, before the next node of backward allocates.
         if op.hi == bucket.hi - bucket.lo:
             self.delivered.pop(op.owner, None)
 
-        # If every parameter of the bucket has a gradient, as in nearly every step.
+        # True if every parameter of the bucket has a gradient, as in nearly every step.
         complete = len(delivered) == len(bucket.slots)
         key = (op.owner, op.lo, op.writes[0])
 
@@ -360,13 +362,13 @@ class Functions:
         return gather
 
     def _collective(self, op: Launch) -> Function:
-        # By the launching thread, in launch order: ranks compare it with the norm, so that a
-        # collective matched with another one is found in the step where it happened.
+        # Called by the launching thread, in launch order: ranks compare the digests with the norm,
+        # so that mismatched collectives are detected in the step in which they ran.
         self.digests.add_collective(op.name)
         HEARTBEAT.collective_of = op.name
         sent = op.writes[0].nbytes
         if op.kind is Kind.ALL_REDUCE:
-            # A reduce-scatter and an all-gather of the shard.
+            # Traffic of a reduce-scatter and an all-gather of the shard.
             self._lanes.totals.comm_bytes += 2 * self._ranks.copies.sent_bytes(sent)
             return self._ranks.copies.all_reduce
         of_input = op.kind is Kind.GATHER_INPUT
@@ -389,7 +391,7 @@ class Functions:
         dtype = self._buckets[op.owner].dtype
 
         def round_sum(total: Tensor) -> None:
-            # Part by part: its temporary is small.
+            # In parts, so that the temporary is small.
             for part in total.split(_ROUNDED_AT_ONCE):
                 part.copy_(part.to(dtype))
 
@@ -411,13 +413,14 @@ class Functions:
             silent = {slot.index for slot in bucket.slots} - {slot.index for slot, _ in delivered}
 
         def measure(squares: Tensor) -> None:
-            # By views: a list of indices would be copied to the device, and this thread waits.
+            # By views: a list of indices would be copied to the device, and this thread would wait.
             if silent:
                 torch._foreach_zero_([squares[index] for index in silent])
             dense = []
             for slot, grad in delivered:
                 ordered = grad if grad.stride() == slot.stride else flat_gradient(slot, grad)
-                # In the dtype that goes down: the parameters', and nearly always autograd's.
+                # In the dtype of the copy to the host: the parameters' dtype, and nearly always
+                # autograd's.
                 if ordered.dtype is not bucket.dtype:
                     ordered = ordered.to(bucket.dtype)
                 dense.append((slot.index, ordered))
@@ -498,7 +501,7 @@ class Functions:
         return orthogonalize
 
     def _apply(self, bucket: Bucket, rule: MatrixRule, group: Mapping[str, Any]) -> Function:
-        """`ADAM` of matrices."""
+        """Return the function of an `ADAM` of matrices."""
         fields, emits = len(bucket.state), not bucket.format.holds_weight
         shapes = [slot.shape for slot in bucket.slots if bucket.lo <= slot.offset < bucket.hi]
 
@@ -519,13 +522,13 @@ class Functions:
 
 
 class Targets(NamedTuple):
-    """The places of some parameters' gradients in one piece of staging.
+    """Destinations of some parameters' gradients in a piece of staging.
 
     Attributes:
         views: a view of staging for each copy.
-        sources: for each copy, the place of its gradient among those delivered, and of a part
-            [first, last) of it; None for the whole.
-        gaps: what no gradient is written to.
+        sources: for each copy, the index of its gradient among the delivered gradients, and the
+            part [first, last) of it that is copied; None for all of it.
+        gaps: elements of staging that no gradient is written to.
     """
 
     views: list[Tensor]
@@ -534,16 +537,16 @@ class Targets(NamedTuple):
 
 
 def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Targets:
-    """Make the views for gradients of `slots`, one rank's part after another.
+    """Make the views for gradients of `slots`, grouped by rank.
 
     Args:
-        flat: (ranks · n,) on the device, working dtype, or fp32 where ranks sum in fp32.
-        starts: for each rank, the first of its n elements in the bucket.
+        flat: (ranks · n,) on the device, working dtype, or fp32 if ranks sum in fp32.
+        starts: for each rank, index in the bucket of the first of its n elements.
     """
     targets, count = Targets([], [], []), flat.numel() // len(starts)
     for rank, lo in enumerate(starts):
         piece = flat[rank * count : (rank + 1) * count]
-        # Elements [lo, hi) of the bucket; those before `end` have their views.
+        # Elements [lo, hi) of the bucket; elements before `end` have views already.
         hi, end = lo + piece.numel(), lo
         for number, slot in enumerate(slots):
             first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
@@ -562,8 +565,8 @@ def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Ta
 
 
 def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
-    """Return a gradient as (numel,) in the order of the parameter's memory: a view where it has
-    that order, otherwise a copy."""
+    """Return a gradient as (numel,) in the order of the parameter's memory: a view if it has
+    that order already, otherwise a copy."""
     if grad.stride() == slot.stride:
         return torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
     flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
@@ -572,14 +575,14 @@ def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
 
 
 def _spill(*views: Tensor) -> None:
-    """Copy each of the first half of the views to its place in the second."""
+    """Copy each view of the first half to the corresponding view of the second half."""
     half = len(views) // 2
     for source, target in zip(views[:half], views[half:], strict=True):
         kernels.copy(source, target)
 
 
 _ROUNDED_AT_ONCE = 16 << 20
-"""Values."""
+"""Number of values rounded per call."""
 
 _CAPTURED = frozenset({Kind.ACCUMULATE, Kind.NORM, Kind.NO_GRADIENT, Kind.CAST, Kind.PUBLISH})
 """Kinds whose launches repeat over a few sets of operands."""
@@ -600,21 +603,21 @@ _ALIKE: dict[Kind, Function] = {
     Kind.KEEP_INPUT: copy,
     Kind.FETCH_PART: copy,
 }
-"""The functions that are the same for every launch of a kind."""
+"""Functions that are equal for every launch of a kind."""
 
 
 class CutShortError(OffloadTrainError):
-    """An exception cut the operations of a step short."""
+    """An exception interrupted the operations of a step."""
 
 
 class Interpreter:
-    """Runs operations of the program, which knows no tensor, on lanes, which know no block.
+    """Runs operations of the program, which has no tensors, on lanes, which have no blocks.
 
     Attributes:
-        failure: the exception that cut operations short. The program assumes that all of them ran,
-            so nothing more runs until the step is given up and both restart from memory at rest.
+        failure: the exception that interrupted operations. The program assumes that all of them
+            ran, so nothing more runs until the step is abandoned and both restart from idle memory.
         is_inconsistent: weights or state may be between two steps then: no restart is possible.
-        lock: is held from an event of the program until its operations are launched.
+        lock: held from an event of the program until its operations are launched.
         journal: the updates that may be unfinished; see [Note: Salvage].
     """
 
@@ -631,8 +634,8 @@ class Interpreter:
         """
         Args:
             change: carries out an operation that changes where weights and state are.
-            describe_lost_rank: from the name of an exchange that has failed to the message.
-            unsalvageable: why no update can be finished without the device; "": it can.
+            describe_lost_rank: name of a failed collective → error message.
+            unsalvageable: why no update can be finished without the device; "" if it can.
         """
         self._unsalvageable = unsalvageable
         self._lanes = lanes
@@ -646,21 +649,22 @@ class Interpreter:
         self.is_inconsistent = False
 
     def run(self, event: Callable[P, Operations], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Report an event to the program and run its operations in order; returns when the last one
+        """Report an event to the program and run its operations in order; returns when the last
         is launched.
 
         Raises:
-            CutShortError: earlier operations were cut short.
-            LostRankError: an exchange has failed.
+            CutShortError: earlier operations were interrupted.
+            LostRankError: a collective has failed.
         """
-        # torch's selective checkpoint would take loads on this thread for operations of the model.
+        # torch's selective checkpoint would treat loads on this thread as operations of the model.
         modes = torch.utils._python_dispatch
         if torch._C._len_torch_dispatch_stack() and (
             type(modes._get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
         ):
             with modes._pop_mode_temporarily():
                 return self.run(event, *args, **kwargs)
-        # Other threads may read parameters: what one event returns is launched before the next.
+        # Other threads may read parameters: the operations of an event are launched before the next
+        # event.
         with self.lock:
             if self.failure is not None:
                 self.require_intact()
@@ -668,12 +672,13 @@ class Interpreter:
             lanes, memory = self._lanes, self._memory
             try:
                 for op in todo:
-                    # By their exact types, the frequent ones first: a match statement takes three
+                    # By exact type, frequent types first: a match statement takes three
                     # times as many instructions, on the thread that launches compute.
                     if type(op) is Launch:
                         self._launch(op)
                     elif type(op) is Record:
-                        # It keeps the lanes' own event, for the waits that may name it later.
+                        # The event keeps the lanes' own event, for waits that may refer to it
+                        # later.
                         op.event.real = lanes.record(op.event.lane)
                     elif type(op) is Wait:
                         lanes.wait(op.lane, op.event.real, op)
@@ -684,7 +689,7 @@ class Interpreter:
                     elif type(op) is Allocate:
                         memory.inputs.allocate(op.ref, lanes)
                     elif type(op) is Free:
-                        # Compute has waited for the copy: the allocator may give it out again.
+                        # Compute has waited for the copy: the allocator may reuse the memory.
                         memory.inputs.free(op.ref)
                     else:
                         if type(op) is Swap:
@@ -700,7 +705,7 @@ class Interpreter:
                 raise
 
     def run_update(self, event: Callable[P, Operations], *args: P.args, **kwargs: P.kwargs) -> None:
-        """The same for operations that change weights or state in ways that cannot be repeated."""
+        """As `run`, for operations that change weights or state in ways that cannot be repeated."""
         with self.lock:
             self._updating = True
             try:
@@ -709,7 +714,7 @@ class Interpreter:
                 self._updating = False
 
     def require_intact(self) -> None:
-        """Raises CutShortError if earlier operations were cut short."""
+        """Raises CutShortError if earlier operations were interrupted."""
         if self.failure is not None:
             remedy = "zero_grad() gives the step up"
             if self.is_inconsistent:
@@ -720,7 +725,7 @@ class Interpreter:
             )
 
     def salvage(self, failure: BaseException) -> None:
-        """Finish the updates that were decided, without the device. Nothing is launched any more.
+        """Finish the decided updates, without the device. Nothing will be launched any more.
 
         Raises:
             SalvageError: the state is between two steps, or not on the host; nothing was run.
@@ -728,7 +733,7 @@ class Interpreter:
         if self._unsalvageable:
             raise SalvageError(self._unsalvageable)
         self.failure, self.is_inconsistent = self.failure or failure, True
-        # Waits for the host lane alone: its last operation may still write the state.
+        # Waits only for the host lane: its last operation may still write the state.
         self._lanes.abandon()
         self.journal.finish(self._lanes.host_progress(), self._call_of, self._change)
 
@@ -736,7 +741,7 @@ class Interpreter:
         lookup = self._memory.__getitem__
         reads, writes = list(map(lookup, op.reads)), list(map(lookup, op.writes))
         function = self._functions.of(op)
-        # Updates on the device are lost with it: the journal is of those that outlive it.
+        # Updates on the device are lost with it: the journal only has updates on the host.
         if op.kind is Kind.DIRECTION and op.lane is Lane.HOST:
             self.journal.of_matrices.add(op.owner)
         if op.kind is Kind.ADAM and op.lane is Lane.HOST:

@@ -1,8 +1,8 @@
-"""The norm of a step's gradient, which is one over all ranks, and their agreement.
+"""The norm of a step's gradient, over all ranks, and the agreement of ranks about the step.
 
 [Note: One norm]
 Sums of squares are added parameter by parameter, in the order of the model, in fp64: so the norm,
-the clip coefficient and the decision to skip are those of one process, bit for bit. Where other
+the clip coefficient and the decision to skip are those of a single process, bit for bit. If other
 engines hold other parts of the model, `Division.norm` adds theirs: [Note: Divisions] in
 `engine.division`.
 """
@@ -33,7 +33,7 @@ from offloadtrain.step.program.program import Program
 
 
 class EngineError(OffloadTrainError):
-    """A call that makes no sense in the phase the step is in."""
+    """A call that is not allowed in the present phase of the step."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,13 @@ class Norm:
 
     Attributes:
         of_parameter: the norm of each of the model's parameters, in order.
-        is_clipped: also by a coefficient of 1.0.
+        is_clipped: True also after clipping with coefficient 1.0.
 
     [Note: Clipping]
     `clip_grad_norm_(max_norm)` sees the norm times all coefficients so far and multiplies them by
     `min(1, max_norm / (that + 1e-6))`; so does `clip_norm` in step(), which comes last, unless the
-    step was clipped to as little. All of it is fp64; the product is rounded once, where Adam
-    multiplies the gradient by it.
+    step was already clipped to at most `clip_norm`. All of this is fp64; the product is rounded
+    once, when Adam multiplies the gradient by it.
     """
 
     value: float
@@ -72,13 +72,13 @@ class Norm:
 
 
 class NormMeasure:
-    """Measures the norm of an engine's step, together with those of the rest of the model.
+    """Measures the norm of an engine's step, together with that of the rest of the model.
 
     Attributes:
-        buckets: the trained ones.
-        ranks: those that share the state of the parameters.
-        names: of the model's parameters, in order; "" stands for one that is not trained.
-        divided: numbers of the parameters that are divided: other ranks hold the other parts.
+        buckets: trained buckets.
+        ranks: the ranks that share the state of the parameters.
+        names: names of the model's parameters, in order; "" for a parameter that is not trained.
+        divided: indices of the parameters that are divided: other ranks hold the other parts.
     """
 
     def __init__(
@@ -98,27 +98,27 @@ class NormMeasure:
         self._is_single = self.ranks.is_single
         self._skipping, self._exchange = division.skipping, division.norm
         rows = [key for key in memory.table.rows if key.kind is Memory.NORMS]
-        rows.sort(key=lambda key: key.version)  # the host's copy of the device's comes last
+        rows.sort(key=lambda key: key.version)  # the host's copy of the device's sums comes last
         self._of_tier = {Tier(str(key.bucket)): memory[key].flat for key in rows}
-        """Tier that measures → its sums of squares, where the host can read them."""
+        """Tier that measures → its sums of squares, in memory that the host can read."""
         slots = [slot for bucket in buckets for slot in bucket.slots]
         names = {slot.index: slot.name for slot in slots}
         self.names = [names.get(index, "") for index in range(program.spec.num_tensors)]
         self.divided = {slot.index for slot in slots if is_divided(slot.param)}
         self._usages: dict[Ranks, list[tuple[Usage, Buffer]]] = {}
-        """Ranks that share a bucket → which of its entries are used, and their marks."""
+        """Ranks that share a bucket → usage and marks of its entries."""
         for bucket in buckets:
             if bucket.usage is not None:
                 entry = bucket.usage, bucket.buffer(Memory.USED)
                 self._usages.setdefault(bucket.sharers, []).append(entry)
         self._written: dict[str, int] = {}
-        """Weights that this rank was given since the step before → checksums."""
+        """Weights written on this rank since the previous step → checksums."""
         if self._exchange is not None:
             self._exchange.join(self)
 
     @property
     def counts(self) -> list[float]:
-        """Return the number of backwards, which must be the same in every engine."""
+        """Number of backwards, which must be equal in every engine."""
         return [float(self._gradients.micro_steps)]
 
     def send(
@@ -130,14 +130,14 @@ class NormMeasure:
         *,
         skip: bool = False,
     ) -> Callable[[], Norm]:
-        """Wait for the squares of this engine, and send them to the others.
+        """Wait for this engine's sums of squares, and send them to the other engines.
 
         Args:
             divisor: see `StepCounter.divisor`.
             skip: the step will be skipped, on every rank.
 
         Returns:
-            A function that waits for the others. It raises RankError where ranks disagree about
+            A function that waits for the other engines. It raises RankError if ranks disagree about
             the step.
 
         Raises:
@@ -168,7 +168,7 @@ class NormMeasure:
         return norm
 
     def measure_local(self, intent: Sequence[float]) -> Measured:
-        """Measure this engine's parameters; waits for the last sum, and for those of every rank.
+        """Measure this engine's parameters; waits for the last sum, and for the sums of every rank.
 
         Each parameter's sum runs over fixed segments (see `kernels`). Ranks are added in their
         order, then parameters in the order of `model.named_parameters()`, so that blocks, buckets
@@ -179,15 +179,15 @@ class NormMeasure:
         """
         self._gradients.end_micro_step()
         intent = self._intent(intent)
-        # The only wait for results of the training thread in a step. The norms of early blocks ran
-        # during backward; only the copy down of the last block is exposed.
+        # The training thread's only wait for results in a step. The norms of early blocks ran
+        # during backward; only the copy of the last block to the host is exposed.
         self._interpreter.run(self._program.norm)
         for ranks, usages in self._usages.items():
             assert self._skipping is not None
             self._skipping.agree(usages, (ranks.everyone, self._parts))
         squares = self._local()
         sent = torch.cat([squares, torch.tensor(intent, dtype=squares.dtype, device="cpu")])
-        # A single rank waits for no other.
+        # A single rank exchanges nothing.
         rows = sent[None] if self._is_single else self.ranks.all_gather_host(sent)
         sums, nonfinite = [], {}
         for index, values in enumerate(rows[:, : squares.numel()].T.tolist()):
@@ -201,7 +201,7 @@ class NormMeasure:
         return Measured(sums, nonfinite, rows[:, squares.numel() :])
 
     def _local(self) -> Tensor:
-        """Return this rank's sum of each parameter, (n,) fp64 on the host."""
+        """Return this rank's sum of squares of each parameter, (n,) fp64 on the host."""
         # The program's last operations have waited for them.
         gradients = (self._program.buckets[bucket.spec.name].gradient for bucket in self.buckets)
         tiers = [gradient.measured_on for gradient in gradients]
@@ -233,13 +233,13 @@ class NormMeasure:
 
     def check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None:
         """Raises RankError unless all of `ranks` are about to do the same."""
-        # Every rank sees the same rows: all of them exchange the names here, or none.
+        # Every rank sees the same rows, so either all of them exchange the names here, or none.
         if rows.shape[1] and not bool((rows[:, -1] == rows[0, -1]).all()):
             _check_written(ranks.gather(self._written), int(step_count) + 1)
         check_rows_alike(rows, "rank", RANK_COLUMNS, step_count)
 
     def _intent(self, intent: Sequence[float]) -> list[float]:
-        """Return what must be the same on all data-parallel ranks: the `RANK_COLUMNS`."""
+        """Return the values that must be equal on all data-parallel ranks: the `RANK_COLUMNS`."""
         if self._is_single:
             return []
         self._written = self._functions.digests.take_weights()
@@ -247,8 +247,8 @@ class NormMeasure:
         return [*self.intent_of_part(intent), self._functions.digests.take_collectives(), written]
 
     def intent_of_part(self, intent: Sequence[float]) -> list[float]:
-        """Return what must be the same on all parts, in the order of `PART_COLUMNS`: of what each
-        holds whole, a rate of one part's own would make several weights."""
+        """Return the values that must be equal on all parts, in the order of `PART_COLUMNS`;
+        different learning rates would make parameters that all parts hold differ."""
         return [*intent, *self.counts, digest(self._functions.hyperparameters())]
 
 
@@ -265,7 +265,7 @@ RANK_COLUMNS = (
     "the collectives",
     "the weights loaded or written since the last step",
 )
-"""Names of what ranks compare before an update, for messages."""
+"""Names of the values that ranks compare before an update, for messages."""
 
 
 def _check_written(of_ranks: Sequence[Mapping[str, int]], step: int) -> None:
@@ -289,10 +289,10 @@ def check_rows_alike(rows: Tensor, each: str, what: Sequence[str], step_count: f
     """Check that all have launched the same collectives and are about to do the same update.
 
     Args:
-        rows: (ranks, n) fp64 on the host, the intent of each; `what` names its columns.
+        rows: (ranks, n) fp64 on the host: the intent of each rank; `what` names its columns.
 
     Raises:
-        RankError: naming the first one that differs from the first.
+        RankError: naming the first row and column that differ from row 0.
     """
     for number, row in enumerate(rows):
         if not row.equal(rows[0]):

@@ -61,16 +61,16 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose state lives in pinned host memory.
 
     Made by `offload()`. Learning-rate schedulers, `param_groups` and `state_dict` work as with any
-    optimizer. `state[p]` holds `step` and the tensors of the state format (`fp32`: `master` and the
-    moments): views of host memory shaped as the parameter (scales: one value per block), at rest
+    optimizer. `state[p]` has `step` and the tensors of the state format (`fp32`: `master` and the
+    moments): views of host memory in the parameter's shape (scales: one value per block), complete
     after `synchronize()`, valid until `close()` (update mode "speculative": until the next step;
     `state_on = "auto"`: until the state moves).
-    Among ranks each has its shard of it: views of the elements that it owns, 1-D where these are
-    not the whole parameter.
+    With several ranks each has its shard: views of the elements that it owns, 1-D if these are
+    not the complete parameter.
     """
 
     _split: SplitSteps | None = None
-    """Ends the steps in place of `step()`, each in several calls."""
+    """Replaces `step()`: ends each step in several calls."""
     _warned: frozenset[str] = frozenset()
     """Names of the warnings that were logged: each is logged once."""
 
@@ -86,8 +86,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         param_init_fn: ParamInit | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """`ledger`: that of the process's other engines."""
-        # Defaults that all groups have: torch adds missing ones to each.
+        """`ledger`: ledger that this process's engines share; None for a single engine."""
+        # Defaults that all groups have: torch adds missing defaults to each group.
         defaults = {k: v for k, v in rule.defaults().items() if all(k in group for group in groups)}
         super().__init__(groups, defaults)
         self.device, self.model = device, model
@@ -100,7 +100,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Frozen parameter → the memory of its state."""
         self.averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.saved_averages: list[Mapping[str, Any]] = []
-        """Averages (`EMA`) in the order of their creation; loaded state of later ones."""
+        """Averages (`EMA`) in the order of their creation; loaded state for those made later."""
         ledger = ledger or Ledger()
         arena = Arena(ledger, pin=config.memory.pin and device.type == "cuda")
         lanes.loads_cross_bus = config.weights.offloaded
@@ -123,7 +123,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         param_init_fn: ParamInit | None = None,
         earlier: Earlier | None = None,
     ) -> None:
-        """Make the engine; `earlier`: the layout before it."""
+        """Create the engine; `earlier`: the previous layout."""
         fp8, compiled = config.compute.fp8, config.compute.compile_blocks
         # Before modules inside of layers get hooks.
         with converted_layers(self.model, fp8, self.device, is_compiled=compiled) as layers:
@@ -168,7 +168,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def config(self) -> OffloadConfig:
-        """The options that it was made with."""
+        """The options of the optimizer."""
         return self._engine.program.spec.config
 
     @property
@@ -178,12 +178,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def ledger(self) -> Ledger:
-        """What the memory of this process's engines is used for."""
+        """The bytes of this process's engines, by owner and tier."""
         return self._release.resources.ledger
 
     @property
     def grad_accum_steps(self) -> int:
-        """Microbatches in a step. May be set between two steps.
+        """Number of microbatches in a step. May be set between two steps.
 
         Raises:
             EngineError: when set between backward and `step()`.
@@ -218,7 +218,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def last_step(self) -> StepReport | None:
-        """The report of the last `step()`, None before the first."""
+        """The report of the last `step()`; None before the first."""
         return self._engine.reports.last_step
 
     @property
@@ -228,12 +228,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def phase(self) -> Phase:
-        """The phase of the step in progress."""
+        """The present phase of the step."""
         return self._engine.guard.phase
 
     @property
     def warns_of_skips(self) -> bool:
-        """True to log a warning of three skips in a row; False where the caller reports skips."""
+        """True to log a warning of three skips in a row; False if the caller reports skips."""
         return self._engine.reports.warns_of_skips
 
     @warns_of_skips.setter
@@ -243,12 +243,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def backward(self, loss: Tensor, *, divide: bool = True) -> None:
         """Run backward of one microbatch: divides by `grad_accum_steps`, applies the loss scale.
 
-        A plain `loss.backward()` does neither, as in every torch loop: there the loss has to be
-        divided before, and precision "fp16" is refused.
+        A plain `loss.backward()` does neither, as in every torch loop: the loss has to be
+        divided before, and precision "fp16" raises an error.
 
         Args:
             loss: scalar, the mean over the microbatch.
-            divide: False where the caller has divided by the number of microbatches already, as
+            divide: False if the caller has divided by the number of microbatches already, as
                 Accelerate and the Trainer of transformers do.
 
         Raises:
@@ -259,14 +259,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._engine.scaled(loss, divide=divide).backward()
 
     def scaled(self, loss: Tensor, *, divide: bool = True) -> Tensor:
-        """Return the loss as `backward` differentiates it, see there; for `micro_step`."""
+        """Return the loss that `backward` differentiates; for use with `micro_step`."""
         return self._engine.scaled(loss, divide=divide)
 
     def micro_step(self) -> AbstractContextManager[None]:
-        """A context: the backward inside it is one microbatch's, however autograd is called.
+        """Return a context: the backward inside it is that of one microbatch.
 
-        For a part of a model whose backward begins from gradients that another process has sent
-        and not from a loss. In fp16 these must be of a loss that `scaled` has made.
+        For a part of a model whose backward starts from gradients of another process
+        instead of a loss. In fp16 these must be gradients of a loss that `scaled` has returned.
 
         Raises:
             EngineError, GradientError: as `backward`.
@@ -274,12 +274,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._engine.micro_step()
 
     def end_micro_step(self) -> None:
-        """The backward of one microbatch is over.
+        """End the micro-step: the backward of a microbatch is over.
 
         For loops that call `loss.backward()` several times without a forward of the model in
-        between: otherwise gradients of two microbatches are added in the working dtype,
-        and count as one. `backward(loss)`, a forward and `step()` do it by themselves; nothing
-        happens where no backward has begun.
+        between: otherwise gradients of two microbatches are added in the working dtype and count as
+        one microbatch. `backward(loss)`, a forward and `step()` call it implicitly. No-op if no
+        backward has begun.
         """
         self._engine.end_micro_step()
 
@@ -288,19 +288,19 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Clip this step's gradient, after its last backward and before `step()`.
 
         A second call sees the norm that the first has left, and coefficients multiply; `clip_norm`
-        comes last, in `step()`, and does nothing where `max_norm` was as small. The norm is
-        measured once and no gradient is touched: Adam multiplies by the coefficient. All ranks must
+        comes last, in `step()`, and has no effect if `max_norm` was as small. The norm is
+        measured once and no gradient is changed: Adam multiplies by the coefficient. All ranks must
         call it. Waits for the norm, as `step()` would.
 
         Args:
             max_norm: `inf` measures and clips nothing.
 
         Returns:
-            0-dim fp64 on the CPU: the global norm before this clipping, unscaled; not finite where
+            0-dim fp64 on the CPU: the global norm before this clipping, unscaled; not finite if
             the step will be skipped.
 
         Raises:
-            EngineError: without a backward since the last step, or where Adam runs inside backward
+            EngineError: no backward since the last step, or Adam runs inside backward
                 (no `clip_norm`, `skip_nonfinite` off).
         """
         if not max_norm >= 0:
@@ -314,10 +314,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Yield (parameter name, gradient) of every trained parameter, after the last backward of a
         step and before `step()`.
 
-        In one process it is `param.grad`, a view of the memory that Adam will read: the step uses
-        what is written into it. Among ranks, and with `grad_on = "disk"`, it is a copy on the host,
-        fp32, of the mean over ranks. All ranks must exhaust the iterator; of a DTensor each gets
-        its own part. In fp16 gradients are those of the scaled loss.
+        In a single process it is `param.grad`, a view of the memory that Adam will read: the step
+        uses what is written into it. With several ranks, and with `grad_on = "disk"`, it is a copy
+        on the host, fp32, of the mean over ranks. All ranks must exhaust the iterator; each gets
+        its part of a DTensor. In fp16 gradients are those of the scaled loss.
 
         Raises:
             EngineError: as `clip_grad_norm_`.
@@ -328,8 +328,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Return parameter name → norm of its gradient, unscaled and before clipping, after the
         last backward of a step and before `step()`.
 
-        They are measured during backward: nothing is copied. Waits for the norm, as `step()` would;
-        all ranks must call it.
+        Norms are measured during backward: nothing is copied. Waits for the norm, as `step()`
+        would; all ranks must call it.
 
         Raises:
             EngineError: as `clip_grad_norm_`, or the model is divided into pipeline stages.
@@ -338,28 +338,28 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: bool = False) -> Any:
-        """Update from what backward has delivered; waits only for the gradient norm.
+        """Update from the delivered gradients; waits only for the gradient norm.
 
         A non-finite gradient norm skips the step: no state, no weight and no step count changes
-        (`last_step.skipped`). Fewer microbatches than `grad_accum_steps` are applied as they are.
-        Without a backward since the last step nothing changes, as in torch, whose optimizers leave
-        parameters without gradients alone; a warning says so once.
+        (`last_step.skipped`). Fewer microbatches than `grad_accum_steps` are applied without
+        rescaling. Without a backward since the last step nothing changes, as in torch, whose
+        optimizers skip parameters without gradients; a warning says so once.
 
         Args:
             closure: recomputes the loss and calls backward; its result is returned.
-            skip: skip the step in any case, on every rank: its loss says that it does harm.
+            skip: skip the step in any case, on every rank, for example because of its loss.
 
         Raises:
-            EngineError: among ranks without a backward since the last step, or `skip` where Adam
+            EngineError: with several ranks, no backward since the last step; or `skip` while Adam
                 runs inside backward.
-            ModelError: if a parameter was changed by others since `offload()`.
+            ModelError: if a parameter was changed outside the engine since `offload()`.
         """
         if self._prepared and self._accumulating:
             return None
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self._engine.step_gradients.take_assigned()
-        # Among ranks the others may have had a backward, and would wait for this one.
+        # With several ranks the others may have had a backward, and would wait for this rank.
         guard = self._engine.guard
         if guard.phase is Phase.FORWARD and not guard.in_flight and self._division.size == 1:
             if not self._parameter_guard.is_retrained():
@@ -381,7 +381,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Let another object end the steps, each in several calls.
 
         Args:
-            make: makes it of the engine, and a function that raises where the model or a
+            make: creates the object from the engine and a function that raises if the model or a
                 hyperparameter cannot be updated.
         """
         self._split = split = make(self._engine, self._check)
@@ -393,18 +393,18 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._engine.program.mode.speculate(enabled=enabled)
 
     def keep_exact(self) -> None:
-        """On all ranks, between steps of "speculative": stay in mode "exact" and, where state can
+        """On all ranks, between steps of "speculative": switch to mode "exact" and, if state can
         move, free the second copies (hosts may have different ones). As slow as `offload()`."""
         if self.config.update == "speculative" and self._promotion.can_move:
             config = self.config.replace(update="exact")
             self._relayout("update = 'exact'", config, state_on=config.state.tier)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has used, wherever they are; after `step()` there are none.
+        """Drop gradients that no step has used, in any tier; after `step()` there are none.
         `zero_grad()` of the model does the same.
 
         `set_to_none` makes no difference: a parameter that a step did not use counts as having a
-        zero gradient, so that its decay and moments go on, unless `skip_unused` names it.
+        zero gradient, so that its decay and moments continue, unless `skip_unused` names it.
 
         Raises:
             EngineError: microbatches of split steps are in flight.
@@ -419,12 +419,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Set moments to zero; the weights stay. `state.clear()` does the same to all parameters.
 
         Args:
-            params: trained parameters whose moments are reset. Their step count, by which the bias
-                is corrected, stays. Default: all, and the step count becomes 0.
+            params: trained parameters whose moments are reset. Their step count, used for bias
+                correction, stays. Default: all, and the step count becomes 0.
 
         Raises:
             EngineError: for a parameter that this optimizer does not train.
-            UpdateError: between backward and `step()`, where Adam runs inside backward.
+            UpdateError: between backward and `step()`, if Adam runs inside backward.
         """
         self.settle()
         if params is not None and self.phase is Phase.FORWARD:
@@ -449,33 +449,33 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._fill_state()
 
     def synchronize(self) -> None:
-        """Wait until every lane is idle and state is at rest.
+        """Wait until every lane is idle and state is complete.
 
-        Between steps parameters hold the newest weights afterwards: in update mode "delayed" the
-        update that waits is uploaded, and the next step sees it without delay.
+        Between steps, parameters hold the newest weights afterwards: in update mode "delayed" the
+        pending update is uploaded, and the next step uses it without delay.
         """
         self._engine.synchronize()
-        # Speculative updates swap the copies of the state: views of it may show the other one.
+        # Speculative updates swap the copies of the state: views of it may show the other copy.
         if self.config.update == "speculative":
             self._take_over_state()
             self._fill_state()
 
     def sample_timeline(self) -> None:
-        """Record the intervals of each lane in the next step, for its report's `timeline`; where
-        steps are split, in the step after the next one to be decided. Nothing waits for the lanes
+        """Record the intervals of each lane in the next step, for its report's `timeline`; if
+        steps are split, in the step after the next decided one. Nothing waits for the lanes
         until the timeline is read."""
         (self._split or self._engine.reports).sample_timeline()
 
     @property
     def samples_late(self) -> bool:
-        """A sampled timeline comes one step later, as steps overlap."""
+        """True if a sampled timeline comes one step later, as split steps overlap."""
         return self._split is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding,
-        "step" of the run, "held_by", "averages", the state dict of each `EMA` of this optimizer,
-        "state_on_device", its share, and "untrained", the numbers of parameters without state.
-        Values are views of host memory, not copies: the next step changes them."""
+        """Return torch's state dict, plus "scaler" (None without loss scaling), "seed" of the
+        rounding, "step" of the run, "held_by", "averages" (the state dict of each `EMA` of this
+        optimizer), "state_on_device" (its share), and "untrained" (indices of parameters without
+        state). Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
         self.settle()
         self._take_over_frozen()
@@ -489,12 +489,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return state_dict | extra | {"untrained": sorted(keys - state_dict["state"].keys())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over state and hyperparameters; the working weights follow the loaded masters.
+        """Load state and hyperparameters; the working weights are updated from the loaded masters.
 
-        Among ranks each takes its own `state_dict` back, of the same number of ranks; whole
-        tensors fit any. That of torch's own Adam or AdamW, which holds moments and no weights, is
-        taken too: the masters stay, so load the model's weights as well, in any order. Each `EMA`
-        takes its averages back, also one that is made later.
+        With several ranks, each loads its own `state_dict`, saved by the same number of ranks; full
+        tensors fit any number. A state dict of torch's Adam or AdamW, with moments and no weights,
+        is accepted: the masters stay, so load the model's weights as well, in any order. Each `EMA`
+        loads its averages, including those created later.
 
         Raises:
             EngineError: if groups, shapes, step counts or ranks do not fit this optimizer.
@@ -515,7 +515,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         load_dict(entries, state_dict["param_groups"], self.param_groups, slot_of, self._rules)
         for param in entries.keys() - slot_of.keys():
             self._keep(param, entries[param])
-        # As in torch, what the state has nothing for has none.
+        # As in torch: a parameter without an entry in the state dict starts with fresh state.
         for param in slot_of.keys() - entries.keys():
             bucket, slot = slot_of[param]
             reset_moments(bucket, slot, self._rules[bucket.group])
@@ -532,14 +532,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def tries(self) -> int:
-        """Steps decided so far, skipped ones included: their updates are done, or `salvage` does
-        them."""
+        """Number of steps decided so far, including skipped ones: their updates are complete, or
+        `salvage` completes them."""
         return self._engine.counter.tries
 
     def salvage(self, failure: BaseException) -> int:
-        """After a failure of the device: finish on the host what was decided, and touch the device
-        no more. Returns the steps done. `state_dict`, `named_state` and `close` work afterwards;
-        streamed weights are views of the host's.
+        """After a failure of the device: finish the decided updates on the host, without using the
+        device again. Returns the number of completed steps. `state_dict`, `named_state` and `close`
+        work afterwards; streamed weights are views of the host copy.
 
         Raises:
             SalvageError: the state is between two steps, or not on the host.
@@ -553,12 +553,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         or that were added to it. See [Note: Changes between steps] in `engine.relayout`.
 
         Args:
-            param_group: as for torch's optimizers; missing hyperparameters are the rule's.
+            param_group: as for torch's optimizers; missing hyperparameters are the rule's defaults.
 
         Raises:
             EngineError: between backward and `step()`.
-            ModelError: naming a parameter that is in another group or not in the model; or for a
-                model on several ranks.
+            ModelError: a parameter is in another group or not in the model; or the model is on
+                several ranks.
             ValueError: for hyperparameters out of range or unknown.
         """
         if not hasattr(self, "_engine"):
@@ -569,8 +569,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._relayout("add_param_group()", groups=[*self.param_groups, *added])
 
     def _follow(self) -> Engine | None:
-        """Lay memory out anew if parameters were frozen, unfrozen or regrouped since the last step,
-        and return the new engine."""
+        """Create a new layout if parameters were frozen, unfrozen or regrouped since the last step,
+        and return the new engine; otherwise None."""
         # The last moment before an update may run inside backward, or undo a write.
         if self._is_delayed or not self._engine.program.mode.waits_for_norm:
             with torch.inference_mode(False):
@@ -579,11 +579,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         is_same = self._engine.functions.groups is groups and not guard.is_regrouped(groups)
         if is_same and not guard.is_retrained():
             return None
-        # A model that is frozen as a whole is not trained for a while: the critic of a GAN, in the
-        # steps of its generator.
+        # A completely frozen model pauses its training: the critic of a GAN, in the steps of its
+        # generator.
         if is_same and not any(slot.param.requires_grad for _, slot in self._slots()):
             return None
-        # An evaluation between forward and backward: the graph needs its weights where they are.
+        # An evaluation between forward and backward: the graph needs its weights in place.
         if not torch.is_grad_enabled() and any(not block.is_unread for block in self._blocks):
             return None
         self._relayout("parameters were frozen, unfrozen or regrouped")
@@ -602,15 +602,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """See [Note: Changes between steps] in `engine.relayout`.
 
         Args:
-            change: what has changed, for messages.
-            config, groups: the new options and parameter groups; None: those there are.
-            missed: parameter → steps that it has not made; None: those of before, and all steps
-                for parameters that were never trained.
-            state_on: where nothing but this changes.
+            change: description of the change, for messages.
+            config, groups: the new options and parameter groups; None: the present ones.
+            missed: parameter → steps in which it was not updated; None: the previous values, and
+                all steps for parameters that were never trained.
+            state_on: new tier of the state, if nothing else changes.
 
         Raises:
             EngineError: between backward and `step()`.
-            ModelError, HostMemoryError: the model cannot be trained so. Nothing has changed then.
+            ModelError, HostMemoryError: the changed model cannot be trained; nothing changed.
         """
         if state_on is None and (self._division.size > 1 or self._split or self.config.skip_unused):
             raise ModelError(
@@ -621,7 +621,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         config = config.replace(state_on=self._promotion.begin(state_on))
         engine.guard.require_between_steps(change)
         check_groups(self.model, groups, self._rule)
-        # A forward in inference mode notices a change, too.
+        # A forward in inference mode also triggers this.
         with torch.inference_mode(False):
             self.settle()
             if state_on is None:
@@ -639,13 +639,13 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             parts, for_all = partition(self.model), (config, self._division)
             common = (*for_all, engine.lanes, missed)
             blocks, _ = make_blocks(parts, self.model, groups, rules, *common)
-            # Limits of memory and names of modules are checked: nothing is refused from here on.
+            # Memory limits and module names are checked: nothing raises from here on.
             least = available_bytes() + earlier.num_bytes
             check_room(lay_out(self.model, blocks, *for_all, least), least)
             self._missed, resources = missed, self._release.resources
             casts = engine.leave()
             earlier.prepare()
-            # Modules may have come with a group.
+            # The new group may belong to new modules.
             while groups is not self.param_groups and casts:
                 casts.pop().remove()
             self.param_groups[:] = groups
@@ -661,15 +661,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             warn_of_turns(engine.reports.layouts - 1, self._engine.counter.steps)
 
     def _move_state(self, state_on: StateOn | None) -> None:
-        """Lay memory out anew with the state elsewhere, unless None; weights that wait (update mode
-        "delayed") wait afterwards."""
+        """Create a new layout with the state in another tier, unless None; weights of a pending
+        update (update mode "delayed") are pending afterwards."""
         if state_on is not None:
             weights = self._weights_in_use()
             self._relayout("state_on = 'auto'", state_on=state_on)
             self._delay_newest(weights)
 
     def _steps_missed(self, groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, int]:
-        """Return trained parameter → steps of the run that it has not made, where there are any."""
+        """Return trained parameter → number of steps that it has missed, if any."""
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         steps, before = self._engine.counter.steps, {slot.param for _, slot in self._slots()}
         of_frozen = {p: int(self.state.get(p, {}).get("step", 0)) for p in trained}
@@ -677,7 +677,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return {param: missed for param, missed in late.items() if missed}
 
     def _keep(self, param: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Copy the state of a frozen parameter to memory of its own; {}: it needs none."""
+        """Copy the state of a frozen parameter to separate memory; {}: there is no state."""
         values = {name: tensor for name, tensor in state.items() if name != "step"}
         rows = [
             BufferSpec("state of frozen parameters", value.numel(), name_of(value.dtype))
@@ -697,20 +697,20 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.state.pop(param, None)
 
     def close(self) -> None:
-        """Drain, take the hooks off the model and give the host memory back. Idempotent.
+        """Drain, remove the hooks from the model and release the host memory. Idempotent.
 
-        An optimizer that goes out of scope does the same. The model keeps its working weights, but
-        for those in shards (`zero_stage` 3), whose parameters become empty: take `full_weights()`
-        on all ranks before. Views from `state` must not be used any more.
+        An optimizer that goes out of scope does the same. The model keeps its working weights,
+        except those in shards (`zero_stage` 3), whose parameters become empty: take
+        `full_weights()` on all ranks before. Views from `state` must not be used any more.
         """
         try:
             self._engine.close()
             # Last, as the comm lane had collectives of these groups in flight.
             for ranks in (self.ranks, self._division.stages, self._division.parts):
                 ranks.close()
-        # Also if the GPU has failed: the host memory is given back in any case.
+        # Also if the GPU has failed: the host memory is released in any case.
         finally:
-            # Views of memory that the finalizer is about to give back.
+            # Views of memory that the finalizer is about to release.
             self.state.clear()
             self._handed_out.clear()
             self._release.finalizer()
@@ -737,28 +737,28 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             step = bucket.usage.steps_of(slot) if bucket.usage else step
             tensors = views(bucket, slot)
             if bucket.state_kind is Memory.STATE_FILE:
-                # The user may write to them: what the disk's checksums say may not be true.
+                # The user may write to them, which makes the disk's checksums invalid.
                 self._engine.functions.disk.hand_out(tensors.values())
             self.state[slot.param] = {"step": step, **tensors}
         self._handed_out = self._state_values()
 
     def _state_values(self) -> list[Any]:
-        # Of all entries as they are: every step compares them, and sorts nothing.
+        # Unsorted: this runs at every step, and only identity with the last list matters.
         return [*chain.from_iterable(map(dict.values, self.state.values()))]
 
     def take_over_writes(self) -> None:
-        """Make what others have written into parameters, or assigned to `state`, the state's.
+        """Update the state from values that were written into parameters or assigned to `state`.
 
         Raises:
-            ModelError: parameters were written where an update may have run or waited since; values
-                beyond the range of the working weights.
+            ModelError: parameters were written while an update may have run or was pending; or
+                values are beyond the range of the working weights.
             EngineError: see `_take_over_state`.
             UpdateError: state was assigned, and Adam has run inside backward.
         """
         if self.phase is Phase.CLOSED:
             return
         if written := self._parameter_guard.written():
-            # Also those that were frozen since: their masters are the engine's until it follows.
+            # Includes parameters frozen since: the engine has their masters until the next layout.
             trained = {slot.param for _, slot in self._slots()}
             written = [param for param in written if param in trained]
         may_undo = self.phase is not Phase.FORWARD or self._engine.program.mode.waiting
@@ -774,10 +774,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_over_state(self) -> None:
-        """Reset the state where others have cleared `state`; copy in what they have assigned.
+        """Reset the state if user code has cleared `state`; copy the tensors assigned to it.
 
         Raises:
-            EngineError: a part was deleted, or something else than moments assigned.
+            EngineError: a part was deleted, or a tensor that is not a moment was assigned.
         """
         values = self._state_values()
         if len(values) == len(self._handed_out) and all(map(is_, values, self._handed_out)):

@@ -1,4 +1,5 @@
-"""Parameter groups: takes torch's forms and puts every trainable parameter in exactly one group."""
+"""Parameter groups: accepts torch's forms and puts every trainable parameter in exactly one
+group."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ def normalise_groups(
 ) -> list[dict[str, Any]]:
     """Return `param_groups` with every hyperparameter of their rule filled in and checked.
 
-    A group that does not say whether it is one of matrices becomes two under a `MatrixRule`.
+    Under a `MatrixRule`, a group without `group_key` is split into matrices and other parameters.
 
     Args:
         params: parameters, (name, parameter) or groups of either; None: all trained ones.
 
     Raises:
-        ModelError: naming a parameter that is in no group, in two, or not in the model; or that is
-            no matrix, in a group of matrices.
+        ModelError: a parameter is in no group, in two, or not in the model; or a parameter in a
+            group of matrices is not a matrix.
         ValueError: for hyperparameters out of range or unknown.
     """
     if params is None:
@@ -47,13 +48,13 @@ def completed_groups(
 ) -> list[dict[str, Any]]:
     """Return groups with every hyperparameter of their rule filled in and checked.
 
-    A group that does not say whether it is one of matrices becomes two under a `MatrixRule`.
+    Under a `MatrixRule`, a group without `group_key` is split into matrices and other parameters.
 
     Args:
         are_all: there are no other groups.
 
     Raises:
-        ModelError: a parameter is no matrix, in a group of matrices; or no group has any.
+        ModelError: a parameter in a group of matrices is not a matrix; or there is no matrix.
         ValueError: for hyperparameters out of range or unknown.
     """
     divided = [*user_groups]
@@ -84,7 +85,7 @@ def completed_groups(
 def _check_matrices(
     model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule, *, are_all: bool
 ) -> None:
-    """Raises ModelError if all groups have no matrix, or something else is among the matrices."""
+    """Raises ModelError if no group has a matrix, or a group of matrices has another parameter."""
     key = rule.group_key
     matrices = [param for group in groups if group[key] for param in group["params"]]
     if are_all and not matrices:
@@ -104,7 +105,7 @@ def _check_matrices(
 def _halves(
     group: dict[str, Any], hidden: set[nn.Parameter], rule: MatrixRule
 ) -> list[dict[str, Any]]:
-    """Divide a group, without hyperparameters that only the other rule has."""
+    """Split a group, without hyperparameters that only the other rule has."""
     halves = []
     for is_matrix, own_rule, other in ((True, rule, rule.rest), (False, rule.rest, rule)):
         foreign = set(other.defaults()) - set(own_rule.defaults())
@@ -116,7 +117,7 @@ def _halves(
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the 2-D parameters that only layers of a list have, embeddings not among them."""
+    """Return the 2-D parameters that are used only by layers of a list, except embeddings."""
     parts = partition(model)
     inside = {param for part in parts if part.repeated for _, param in part.parameters}
     outside = {param for part in parts if not part.repeated for _, param in part.parameters}
@@ -130,18 +131,18 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def listed(params: Any) -> list[nn.Parameter]:
-    """Return the parameters of a group as a list, without empty ones and without names."""
+    """Return the parameters of a group as a list, without empty parameters and without names."""
     entries = [params] if isinstance(params, nn.Parameter) else list(params)
     as_list = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
     return [param for param in as_list if param.numel()]
 
 
 def check_groups(model: nn.Module, groups: Sequence[dict[str, Any]], rule: AnyRule) -> None:
-    """Check `param_groups`, which may have been changed by hand.
+    """Check `param_groups`, which the user may have changed directly.
 
     Raises:
-        ModelError: as `check_trained`; or a group lacks a hyperparameter, or one of matrices has
-            another parameter.
+        ModelError: as `check_trained`; or a group lacks a hyperparameter, or a group of matrices
+            has another parameter.
     """
     check_trained(model, groups)
     key = {rule.group_key} if isinstance(rule, MatrixRule) else set()

@@ -2,31 +2,31 @@
 
 [Note: Parameters]
 Values and gradients of an offloaded parameter are not always where torch expects them. After
-`step()` new weights may be on their way; weights of a streamed block are on the device only while
+`step()` new weights may be in transfer; weights of a streamed block are on the device only while
 its forward or backward runs; gradients leave for the host during backward. A module has hooks for
 its forward and its state dict. It has none for a function that takes parameters, a moving average,
-`copy.deepcopy` or a pickle. So, like torch's own lazy parameters, offloaded ones have a class of
-their own, from `offload()` to `close()`:
+`copy.deepcopy` or a pickle. So, like torch's lazy parameters, offloaded parameters have a special
+class, from `offload()` to `close()`:
 
-    OffloadedParameter   its weights are where compute reads them. Computing with it costs nothing
-                         more than with an ordinary parameter
-    UnreadyParameter     new weights are on their way, or the weights are not on the device. Every
-                         function of torch that reads values asks the engine for them first
+  OffloadedParameter   its weights are where compute reads them. Computing with it costs nothing
+                       more than with an ordinary parameter
+  UnreadyParameter     new weights are in transfer, or the weights are not on the device. Every
+                       torch function that reads values first requests them from the engine
 
-The engine switches the class, which costs a tenth of a microsecond. If the weights are on their
-way, compute waits for them and the parameter itself is read. If they are not on the device, the
-function reads a copy, through which gradients reach the parameter. Questions for sizes, types and
-gradients read no values and wait for nothing.
+The engine switches the class, which costs a tenth of a microsecond. If the weights are in
+transfer, compute waits for them and the parameter itself is read. If they are not on the device,
+the function reads a copy, through which gradients reach the parameter. Functions that return sizes,
+types and gradients read no values and wait for nothing.
 
-Writes count in the parameter's version, those into `data` too. The masters take them over at the
-next boundary of a step. A write into a copy is copied to where the weights are; if the
+Writes increment the parameter's version, including writes into `data`. The masters adopt them at
+the next step boundary. A write into a copy is copied to the weights; if the
 weights have changed since the copy was made, the write raises an error.
 
-Not seen are readers below torch's functions: C++ extensions, `torch.compile` of code that the
-engine does not hook, `torch.func.grad` of a parameter, and views that were taken before. Where the
-weights are not on the device, these read NaN. Parameters of another class than torch's, such as
-DTensors, keep theirs and ask for nothing: hooks of modules wait for them ([Note: Reads without a
-call] in `engine.autograd.forward_hooks`).
+Reads below torch's functions are not detected: C++ extensions, `torch.compile` of code that the
+engine does not hook, `torch.func.grad` of a parameter, and views that were taken before. If the
+weights are not on the device, these read NaN. Parameters of a custom class, such as
+DTensors, keep their class and request nothing: hooks of modules wait for them ([Note: Reads without
+a call] in `engine.autograd.forward_hooks`).
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from offloadtrain.config.errors import ModelError, OffloadTrainError
 from offloadtrain.runtime.tensor_parts import is_distributed
 
 _GRAD: Any = Tensor.grad
-"""torch's own descriptor of the attribute."""
+"""torch's descriptor of the attribute."""
 
 set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-"""Makes a parameter a view of other memory, past its class."""
+"""Makes a parameter a view of other memory; bypasses the setter of its class."""
 
 gradient_of: Callable[[nn.Parameter], Tensor | None] = _GRAD.__get__
-"""Returns `param.grad` for the engine itself: no observer is called. torch's own function, as it is
-called for every gradient."""
+"""Returns `param.grad` for the engine itself: no observer is called. torch's function is used
+directly, as it is called for every gradient."""
 
 past_the_class = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine reads and sets parameters of any class without a wait."""
 
 
 class ParameterWriteError(OffloadTrainError):
-    """A write into a parameter that would be lost."""
+    """A write into a parameter would be lost."""
 
 
 class Observer(Protocol):
@@ -76,26 +76,27 @@ class Observer(Protocol):
         """Return `param.grad` for the code in `frame`."""
 
     def gradient_is_set(self, param: nn.Parameter, grad: Tensor | None, frame: FrameType) -> bool:
-        """The code in `frame` sets `param.grad`; returns True if the gradient was written to where
-        it is, False if it goes into the attribute."""
+        """The code in `frame` sets `param.grad`; returns True if the gradient was written to its
+        memory, False if it must be set as the attribute."""
 
     def before_data_is_set(self, param: nn.Parameter, values: Tensor, frame: FrameType) -> bool:
         """The code in `frame` is about to make the parameter a view of other memory; returns False
-        if it stays as it is, as it has these values already.
+        if it stays unchanged, as it has these values already.
 
         Raises:
-            ParameterWriteError: the values could not be taken over from there.
+            ParameterWriteError: the masters could not adopt the values from that memory.
         """
 
     def before_write(self, param: nn.Parameter) -> bool:
-        """Make a parameter that was read as a copy a view of its weights, wherever they are; False
-        if that is impossible."""
+        """Make a parameter that was read as a copy a view of its weights in their present tier;
+        returns False if that is impossible."""
 
     def write(self, param: nn.Parameter, weights: Tensor) -> None:
-        """Copy weights, in its shape, to where the parameter's are; after `before_write`."""
+        """Copy `weights`, in the parameter's shape, to the parameter's memory; after
+        `before_write`."""
 
     def version_of(self, param: nn.Parameter) -> object:
-        """Return what changes with each update of the weights and each write into them."""
+        """Return a value that changes with each update of the weights and each write into them."""
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """Return a tensor without memory, of the parameter's shape and strides."""
@@ -107,7 +108,7 @@ class Observer(Protocol):
             in_graph: autograd may save the values for a backward.
 
         Returns:
-            A copy of the weights on the device; None: the parameter's own memory has them now.
+            A copy of the weights on the device; None: the parameter's memory has them now.
         """
 
 
@@ -136,12 +137,12 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        # torch's own counts writes apart from the parameter's, and nobody would notice them.
+        # torch's `data` has a separate version counter, so that writes would go unnoticed.
         return self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        # As `.to()` of a module to where it is, some in each forward.
+        # For example `.to()` of a module to its own device; some models call it in each forward.
         if isinstance(values, WeightsCopy) and values.source and values.source.is_copy_of(self):
             return
         with past_the_class():
@@ -158,7 +159,7 @@ class OffloadedParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         hooks: dict[int, Any] = self._post_accumulate_grad_hooks
-        # The engine's stays the last one: it takes the gradient away.
+        # The engine's hook stays last: it takes the gradient away.
         last = list(hooks)[-2]
         hooks[last] = hooks.pop(last)
         return handle
@@ -170,11 +171,11 @@ class OffloadedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # On the host, as in a state dict: a pickle keeps all that it has met alive.
+        # On the host, as in a state dict: a pickle keeps all objects that it has visited alive.
         return self._copied(torch.device("cpu")).__reduce_ex__(protocol)
 
     def _copied(self, device: torch.device | None = None) -> nn.Parameter:
-        """Return a copy: a view of a flat buffer would be saved with all of the buffer."""
+        """Return a copy: saving a view of a flat buffer would save all of the buffer."""
         if (observer := _observer_of(self)) is not None:
             observer.before_copy()
         with past_the_class():
@@ -183,7 +184,7 @@ class OffloadedParameter(nn.Parameter):
 
 
 class UnreadyParameter(OffloadedParameter):
-    """An offloaded parameter whose weights are not where compute reads them."""
+    """An offloaded parameter whose weights compute cannot read yet."""
 
     @classmethod
     def __torch_function__(
@@ -211,16 +212,16 @@ class _Source:
     """The parameter that a copy of weights was made of."""
 
     def __init__(self, param: nn.Parameter, observer: Observer, weights: Tensor) -> None:
-        """`weights`: all of the copy."""
+        """`weights`: the complete copy."""
         self._param, self._observer, self._weights = param, observer, weights
         self._version = observer.version_of(param)
 
     def is_copy_of(self, param: nn.Parameter) -> bool:
-        """Tell whether a parameter has the weights that were copied, with what was written back."""
+        """Return True if a parameter still has the copied weights, including writes copied back."""
         return param is self._param and self._observer.version_of(param) == self._version
 
     def write_back(self) -> bool:
-        """Copy what was written to the weights themselves; returns False where it is too late."""
+        """Copy writes to the weights themselves; returns False if it is too late."""
         writable = self._observer.before_write(self._param)
         if not writable or self._observer.version_of(self._param) != self._version:
             return False
@@ -230,7 +231,7 @@ class _Source:
 
 
 _Copies = dict[nn.Parameter, tuple[Tensor, "_Source | None"]]
-"""Where reads of parameters go instead; no source: in a graph."""
+"""Parameter → tensor that is read instead, with its source; no source: in a graph."""
 
 
 class WeightsCopy(Tensor):
@@ -273,7 +274,7 @@ class _ThroughCopy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Nothing is kept; without this method `torch.func` takes no such function."""
+        """Nothing is saved; `torch.func` requires this method."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -281,8 +282,8 @@ class _ThroughCopy(torch.autograd.Function):
 
 
 def _readable(copies: _Copies, param: nn.Parameter, *, has_gradient: bool) -> Tensor:
-    """Return what a function reads in the place of a parameter: itself, or a copy, which is added
-    to `copies`; `has_gradient`: that of the function."""
+    """Return the tensor that a function reads for a parameter: itself, or a copy, which is added
+    to `copies`; `has_gradient`: the function has a gradient."""
     if param in copies:
         return copies[param][0]
     observer = _observer_of(param)
@@ -294,7 +295,8 @@ def _readable(copies: _Copies, param: nn.Parameter, *, has_gradient: bool) -> Te
     if weights is None:
         if type(param) is not UnreadyParameter:
             return param
-        # Still, or again by another thread. The alias shares the memory and the count of writes.
+        # Made ready meanwhile, or unready again by another thread. The alias shares memory and
+        # version.
         return param.view_as(param) if in_graph else param.detach()
     source = None if in_graph else _Source(param, observer, weights)
     if in_graph:
@@ -306,10 +308,10 @@ def _readable(copies: _Copies, param: nn.Parameter, *, has_gradient: bool) -> Te
 def _run(
     func: Any, args: Any, kwargs: dict[str, Any], copies: list[tuple[Tensor, _Source | None]]
 ) -> Any:
-    """Call a function that reads copies of weights, and write back what it has written.
+    """Call a function that reads copies of weights, and copy its writes back.
 
     Raises:
-        ParameterWriteError: that is impossible.
+        ParameterWriteError: a write cannot be copied back.
     """
     before = [copy._version for copy, _ in copies]
     result = func(*args, **kwargs)
@@ -327,7 +329,7 @@ def _run(
 
 
 def _as_view(result: Any, copies: list[tuple[Tensor, _Source | None]]) -> Any:
-    """Return a function's result: if it views a copy of weights, a tensor that notices writes."""
+    """Return a function's result; a view of a copy of weights as a tensor that detects writes."""
     for copy, source in copies:
         if type(result) is Tensor and shares_memory(result, copy):
             result = result.as_subclass(WeightsCopy)
@@ -336,10 +338,10 @@ def _as_view(result: Any, copies: list[tuple[Tensor, _Source | None]]) -> Any:
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are views of one storage."""
+    """Return True if two tensors are views of one storage."""
     if not tensor.layout is other.layout is torch.strided:
         return False
-    # In a transform of torch.func, which shows no memory.
+    # Inside a torch.func transform, tensors have no storage.
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
@@ -363,8 +365,8 @@ def take_gradients(params: Iterable[nn.Parameter]) -> list[Tensor | None]:
 
 
 def observe(params: Iterable[nn.Parameter], observer: Observer) -> None:
-    """Make parameters report to `observer`, which they do not keep alive. A parameter of another
-    class than torch's is left as it is, and does not report."""
+    """Make parameters report to `observer`, which is referenced weakly. A parameter of a custom
+    class is left unchanged, and does not report."""
     for param in params:
         if type(param) is nn.Parameter:
             param.__class__ = OffloadedParameter
@@ -373,7 +375,7 @@ def observe(params: Iterable[nn.Parameter], observer: Observer) -> None:
 
 
 def release(params: Iterable[nn.Parameter]) -> None:
-    """Make them ordinary parameters again."""
+    """Turn them into ordinary parameters again."""
     for param in params:
         if isinstance(param, OffloadedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -388,7 +390,7 @@ def set_ready(params: Iterable[nn.Parameter]) -> None:
 
 
 def set_unready(params: Iterable[nn.Parameter]) -> None:
-    """Make reads of these parameters ask for their weights."""
+    """Make reads of these parameters request their weights."""
     for param in params:
         if type(param) is OffloadedParameter:
             param.__class__ = UnreadyParameter
@@ -424,11 +426,11 @@ def _without_values() -> set[Any]:
 
 
 _DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
-"""Functions without a gradient, as are those of `nn.init`, which write."""
+"""Functions without a gradient; the functions of `nn.init`, which write, are treated alike."""
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
-"""Questions that the memory of absent weights, one NaN, would answer wrongly."""
+"""Functions whose result would be wrong for the memory of absent weights, an expanded NaN."""
 _VIEWS_AS = {Tensor.view_as, Tensor.expand_as}
-"""Of a parameter and itself, these serve to reach the node that accumulates its gradient."""
+"""With a parameter and itself as arguments, these are used to reach its AccumulateGrad node."""
 WITHOUT_VALUES = _without_values()
 """Functions of torch that read no values of their arguments."""
 
@@ -437,13 +439,13 @@ class ParameterGuard:
     """Detects parameters that were written, frozen, replaced or added outside the engine.
 
     The engine writes through flat buffers, which does not change a parameter's version counter; any
-    other write does. The masters take over values written into trained parameters; frozen ones
-    have none that would undo it. The order of a module's parameters may change, as it does where a
-    forward registers a parametrization and removes it.
+    other write does. The masters adopt values written into trained parameters; frozen parameters
+    have no masters that would undo a write. The order of a module's parameters may change, for
+    example if a forward registers a parametrization and removes it.
 
     Attributes:
-        overwritten: the weights that parameters had before they were written, where weights are a
-            field of their masters: until the masters take over what was written.
+        overwritten: parameter → its weights before it was written, if weights are a
+            field of the masters: until the masters adopt the written values.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
@@ -458,27 +460,27 @@ class ParameterGuard:
         self.renew()
 
     def written(self) -> list[nn.Parameter]:
-        """Return the parameters whose values were written by others since the last renewal."""
+        """Return the parameters that were written outside the engine since the last renewal."""
         with past_the_class():
             return self._writes.since(self._counts)
 
     def renew(self) -> None:
-        """Accept the values as they are."""
+        """Accept the present values."""
         self.overwritten: dict[nn.Parameter, Tensor] = {}
         with past_the_class():
             self._counts = self._writes.read()
 
     def is_retrained(self) -> bool:
-        """Tell whether a parameter was frozen or unfrozen since this was made."""
+        """Return True if a parameter was frozen or unfrozen since this object was made."""
         with past_the_class():
             return list(map(_requires_grad, self._params)) != self._trainable
 
     def is_regrouped(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Tell whether the groups have other parameters than when this was made."""
+        """Return True if the groups have other parameters than when this object was made."""
         return _members(groups) != self._grouped
 
     def check(self) -> None:
-        """Raises ModelError naming the first parameter that others have changed otherwise than by
+        """Raises ModelError for the first parameter that was changed outside the engine, except by
         writing values."""
         current = _parameters(self._model).keys()
         if current == self._ids and not self.is_retrained():
@@ -510,11 +512,11 @@ def _members(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     """Return the model's parameters by id. Every step calls it; it is faster than
-    `model.parameters()`, with a generator per level and a name for each."""
-    # By id: a tensor's own hash is a function of Python.
+    `model.parameters()`, which has a generator per level and a name for each parameter."""
+    # By id: a tensor's hash is a Python function.
     params: dict[int, nn.Parameter | None] = {}
     modules, visited = [model], {id(model)}
-    # The list grows while it is walked.
+    # The list grows during the iteration.
     for module in modules:
         for param in module._parameters.values():
             params[id(param)] = param
@@ -527,18 +529,18 @@ def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 class WriteCounts:
-    """Counts the writes into parameters; of DTensors also those into their parts
-    (`to_local().copy_(…)`). No loop of Python's: every forward and every step read them."""
+    """Counts the writes into parameters; for DTensors also the writes into their parts
+    (`to_local().copy_(…)`). Without Python loops: every forward and every step read the counts."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params, self._divided = params, [*filter(is_distributed, params)]
 
     def read(self) -> list[int]:
-        """Return the counts now."""
+        """Return the present counts."""
         return [*map(_VERSION, self._params), *map(_PART_VERSION, self._divided)]
 
     def since(self, counts: Sequence[int]) -> list[nn.Parameter]:
-        """Return the parameters that were written after `read` has returned `counts`."""
+        """Return the parameters that were written after `read` returned `counts`."""
         now = self.read()
         if now == counts:
             return []

@@ -17,16 +17,16 @@ _LAYERS = "_offloadtrain_layers"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A module whose forward uses parameters as one.
+    """A module whose forward uses its parameters together.
 
     Attributes:
         name: qualified name in the model; "" is the root.
         module: its forward is the span of the block.
-        parameters: (qualified name, parameter) of all that it refers to, tied ones included.
+        parameters: (qualified name, parameter) of all that it refers to, including tied ones.
         repeated: it is a child of such a list.
-        leaf: it has a forward and no children, is outside of such lists, and the module around it
-            has no parameters of its own: a module that has some may read its children's without a
-            call, as `nn.MultiheadAttention` does. A `ParameterList` has no forward: its holder
+        leaf: it has a forward and no children, is outside of such lists, and its parent module
+            has no direct parameters: a parent with parameters may read its children's without a
+            call, as `nn.MultiheadAttention` does. A `ParameterList` has no forward: its parent
             reads it.
         tied: names of earlier parts that refer to some of the same parameters.
     """
@@ -40,7 +40,7 @@ class Part:
 
 
 def partition(model: nn.Module) -> list[Part]:
-    """List all parts in registration order; several may refer to one parameter (tied)."""
+    """List all parts in registration order; several may refer to the same (tied) parameter."""
     by_module: dict[nn.Module, Part] = {}
     for part in _walk("", model):
         by_module.setdefault(part.module, part)
@@ -54,7 +54,7 @@ def partition(model: nn.Module) -> list[Part]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the layers of its list; of a model that was cut, also one that is left alone in it."""
+    """List the layers of the model's list; a cut model may have a list with a single layer."""
     names = getattr(model, _LAYERS, None)
     if names is None:
         return [part.module for part in partition(model) if part.repeated]
@@ -62,12 +62,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def remember_layers(model: nn.Module, names: Sequence[str]) -> None:
-    """A copy of the model remembers them, too."""
+    """Store the names of the layers in the model; copies of the model keep them."""
     setattr(model, _LAYERS, tuple(names))
 
 
 def _walk(name: str, module: nn.Module, *, called: bool = False) -> Iterator[Part]:
-    """`called`: only calls of the module can be expected to read its parameters."""
+    """`called`: the module's parameters can only be read by calling the module."""
     params = tuple(_named(name, module, recurse=False))
     if params:
         has_forward = type(module).forward is not nn.Module.forward

@@ -1,11 +1,11 @@
-"""The face of the optimizer to Accelerate.
+"""The interface of the optimizer to Accelerate.
 
 [Note: Accelerate]
 The optimizer behaves like Accelerate's optimizer wrapper without being wrapped.
 `Accelerator.prepare` (and with it the Trainers of transformers and TRL) wraps an optimizer. The
-wrapper copies its whole state dict to the device, here 12 bytes per parameter, and never asks it
-whether a step was skipped. An optimizer that reports to be prepared is not wrapped, and must do the
-rest itself: `step` and `zero_grad` do nothing before the last microbatch of `accumulate`.
+wrapper copies its complete state dict to the device, here 12 bytes per parameter, and does not
+check whether a step was skipped. An optimizer that reports to be prepared is not wrapped, and must
+do the rest itself: `step` and `zero_grad` do nothing before the last microbatch of `accumulate`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Prepared:
     """The attributes of an optimizer that Accelerate reads."""
 
     _prepared = False
-    """Accelerate has asked: it will drive this optimizer."""
+    """Accelerate has read `_is_accelerate_prepared`: it will drive this optimizer."""
     last_step: Any
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True; from the first read on, Accelerate says when a step is due.
+        """Always True; from the first read on, Accelerate decides when a step is due.
 
         Raises:
-            EngineError: Accelerate is to scale losses.
+            EngineError: Accelerate is configured to scale losses.
         """
         if not self._prepared and _state("AcceleratorState").get("_mixed_precision") == "fp16":
             raise EngineError(
@@ -46,7 +46,8 @@ class Prepared:
 
     @property
     def optimizer(self) -> Prepared:
-        """Itself: Accelerate compares it with the optimizer of a learning-rate scheduler."""
+        """The optimizer itself: Accelerate compares it with the optimizer of a learning-rate
+        scheduler."""
         return self
 
     @property
@@ -56,12 +57,12 @@ class Prepared:
 
     @property
     def _accumulating(self) -> bool:
-        """Where Accelerate has asked: more microbatches come before its next step."""
+        """True if Accelerate expects more microbatches before its next step."""
         return not _state("GradientState").get("sync_gradients", True)
 
 
 def _state(name: str) -> dict[str, Any]:
-    """Return the state that Accelerate shares between all objects of a class; {} if it is not
-    loaded."""
+    """Return the state that Accelerate shares between all objects of a class; {} if Accelerate is
+    not imported."""
     state_class = getattr(sys.modules.get("accelerate.state"), name, None)
     return {} if state_class is None else dict(state_class._shared_state)

@@ -1,24 +1,24 @@
 """State that moves to the device once its free memory is known: `state_on = "auto"`.
 
 [Note: Free device memory]
-How much memory activations take is known only after a model has trained for a while. So all state
-begins on the host. Every `CHECK_STEPS` steps the most memory that torch's allocator has reserved is
-compared with the check before. If it has not risen on any rank, the rest of the device, less a
-reserve, is free, and gradients, masters and moments of the first blocks of the forward move there
-([Note: State where there is room] in `step.layout.state_tiers`), as far as the rank with the least
-room allows. The move is a change of the layout ([Note: Changes between steps] in
-`engine.relayout`), and the bits stay. Evaluations and longer batches count if they come before it.
-A later one that does not fit raises torch's OutOfMemoryError; when its step is dropped, the state
-goes back to the host, for good, unless the host has no room by then. Not among ranks, whose
-collectives would wait for the one that has failed.
+The memory that activations take is known only after a model has trained for a while. So all state
+starts on the host. Every `CHECK_STEPS` steps the peak memory that torch's allocator has reserved is
+compared with that of the previous check. If it has not risen on any rank, the rest of the device,
+less a reserve, is free, and gradients, masters and moments of the first blocks of the forward move
+there ([Note: State where there is room] in `step.layout.state_tiers`), as many as the rank with the
+least free memory can hold. The move is a change of the layout ([Note: Changes between steps] in
+`engine.relayout`) and changes no bits. Evaluations and longer batches count if they come before it.
+A later batch that does not fit raises torch's OutOfMemoryError; when its step is dropped, the state
+goes back to the host, for good, unless the host has no room by then. With several ranks it does not
+go back: their collectives would wait for the rank that has failed.
 
 A step is dropped between two others, or while the error is handled. A `zero_grad()` between a
-forward and its backward drops nothing, and the graph reads weights where they are.
+forward and its backward moves nothing, as the graph reads the weights in place.
 
-The state dict has the share. A run that loads it moves the state at once, if there is room now. A
-change of what is trained, or of the microbatches in a step, begins anew.
+The state dict contains the share. A run that loads it moves the state at once, if there is room. A
+change of the trained parameters, or of the number of microbatches, starts the measurement again.
 
-`device_memory_limit` is a limit of what the engine itself allocates, which is known in advance:
+`device_memory_limit` limits the memory that the engine itself allocates, which is known in advance:
 with it state is placed when the model is offloaded, and nothing is measured.
 """
 
@@ -58,12 +58,12 @@ _log = logging.getLogger(__name__)
 
 CHECK_STEPS = 10
 _RESERVE_SHARE, _RESERVE_BYTES = 0.1, 1 << 30
-"""Left free on the device, for fragments and batches that take more: the larger of both."""
+"""Left free on the device, for fragmentation and larger batches: the larger of both."""
 
 
 class Promotion:
-    """Decides where the state of one model is. The methods that return a `state_on` to move to, or
-    None, are called between two steps, by all ranks."""
+    """Decides the tier of a model's state. The methods that return a new `state_on`, or
+    None for no move, are called between two steps, by all ranks."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Promotion:
         measures = is_auto and config.memory.device_limit is None
         is_plain = division.size == self._ranks.size and self._ranks.of_experts is self._ranks
         self.can_move = is_plain and not config.skip_unused
-        """The layout of this model can change at a step that all ranks know."""
+        """The layout of this model can change at a step that all ranks agree on."""
         if measures and not self.can_move:
             raise OptionError(
                 "state_on = 'auto' without device_memory_limit moves all ranks' state at one step, "
@@ -91,15 +91,14 @@ class Promotion:
         self._measures = measures
         self._may_go_back = is_auto and division.size == 1 and not config.skip_unused
         self.is_active = measures or self._may_go_back
-        """State may move at all."""
+        """True if state may move at all."""
         self._undecided = config.state.tier
         self._failures = 0
         self.begin(None)
 
     def begin(self, state_on: StateOn | None) -> StateOn:
-        """Return the `state_on` of a new layout. None: other parameters are trained, or other
-        microbatches summed, and what the device has room for is to be measured again, as with
-        "auto"."""
+        """Return the `state_on` of a new layout. None: the trained parameters or the number of
+        microbatches changed, so the free memory of the device is measured again, as with "auto"."""
         self._is_decided = state_on not in (None, "auto") or not self._measures
         self._peak = 0
         return state_on or self._undecided
@@ -119,7 +118,7 @@ class Promotion:
         return self._promoted(spec, share)
 
     def after_load(self, engine: Engine, share: float) -> StateOn | None:
-        """The state of a run was loaded that had so large a share on the device."""
+        """State of a run was loaded that had this share on the device: move as much there."""
         if self._is_decided or not share:
             return None
         room, spec = self._least_room(memory_use(self._device), is_stable=True), engine.program.spec
@@ -167,7 +166,7 @@ class Promotion:
         return None
 
     def _is_available(self, spec: StepSpec, promoted: StepSpec) -> bool:
-        """Allocate and free what comes to the device: a move cannot be undone half-way."""
+        """Allocate and free the memory that the device needs: a move cannot be undone half-way."""
         before = buffer_table(spec).allocated(Tier.DEVICE)
         rows = buffer_table(promoted).allocated(Tier.DEVICE)
         try:
@@ -183,7 +182,7 @@ class Promotion:
         return bool(self._ranks.all_gather_host([is_available]).all())
 
     def _least_room(self, use: MemoryUse, *, is_stable: bool) -> int | None:
-        """Return the bytes that are free on the device of every rank; None: that is not known."""
+        """Return the bytes that are free on the device of every rank; None: unknown."""
         used_bytes = use.others + max(use.peak, self._peak) + reserve_bytes(use.total)
         room = use.total - used_bytes
         rooms = self._ranks.all_gather_host([room if is_stable else math.nan])
@@ -195,12 +194,12 @@ class Promotion:
 
 
 def reserve_bytes(total: int) -> int:
-    """Return the bytes that stay free on a device of so many."""
+    """Return the bytes to leave free on a device with `total` bytes."""
     return max(int(_RESERVE_SHARE * total), _RESERVE_BYTES)
 
 
 def _is_unread(engine: Engine) -> bool:
-    """No graph that a backward may still run over reads weights where they are."""
+    """Return True if no graph that may still run backward reads weights in place."""
     return all(block.is_unread for block in engine.residency.blocks.values())
 
 
@@ -212,7 +211,7 @@ def _with_share(spec: StepSpec, share: float) -> StepSpec:
 def _reason_against(
     config: OffloadConfig, rules: Sequence[AnyRule], device: torch.device
 ) -> str | None:
-    """Say why no state can move to the device, or is updated faster on the host."""
+    """Return why no state can move to the device, or is updated faster on the host; else None."""
     if device.type == "cpu":
         return "the device is the CPU"
     of_kernels = [rule for rule in rules if isinstance(rule, KernelRule)]

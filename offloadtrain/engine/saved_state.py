@@ -1,4 +1,4 @@
-"""The state of a rank as it lies in memory: flat buffers, and the parameters in them."""
+"""The state of a rank in memory: flat buffers, and the parameters in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from offloadtrain.runtime.tensor_parts import PartError, Range, Share, is_divide
 from offloadtrain.step.program.operations import Written
 
 WORKING = "working"
-"""Kind of the weights that forward uses, in update mode "delayed": older ones than the state's."""
+"""Kind of the weights that forward uses; in update mode "delayed" they are older than the
+state's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,32 +23,33 @@ class Parts:
     """The parts of matrices: see [Note: Parts of matrices] in `runtime.tensor_parts`.
 
     Attributes:
-        ranks: those that hold the other parts. What all of them hold whole, the first one saves.
-        shares: of every DTensor parameter.
+        ranks: the ranks that hold the other parts. The first saves parameters that all hold in
+            full.
+        shares: share of this rank for every DTensor parameter.
     """
 
     ranks: Ranks = ALONE
     shares: Mapping[nn.Parameter, Share] = field(default_factory=dict)
 
     def share(self, slot: Slot) -> Share:
-        """Return what this rank holds of a parameter."""
+        """Return this rank's share of a parameter."""
         full_share = Share(slot.shape, slot.stride, (Range(0, 0, slot.numel),))
         return self.shares.get(slot.param, full_share)
 
     def saves(self, slot: Slot) -> bool:
-        """Tell whether this rank saves what it holds of a parameter."""
+        """Return True if this rank saves its share of a parameter."""
         return self.ranks.rank == 0 or is_divided(slot.param)
 
     def held(self, bucket: Bucket, slot: Slot) -> list[Range]:
-        """Return the ranges of a parameter that are in this rank's shard of a bucket; one that may
-        be empty if there is none."""
+        """Return the ranges of a parameter that are in this rank's shard of a bucket; a single
+        range, which may be empty, if there is none."""
         lo, hi = bucket.piece(slot)
         ranges = [part.within(lo, hi) for part in self.share(slot).ranges]
         return [part for part in ranges if part.length] or ranges[:1]
 
     def check(self, bucket: Bucket, slot: Slot) -> None:
-        """Raises PartError where values stand for blocks of elements that another mesh orders
-        differently."""
+        """Raises PartError if a value covers a block of elements, whose order depends on the
+        mesh."""
         fields = bucket.format.fields(bucket.spec.moments)
         if self.share(slot).is_part and any(state_field.per > 1 for state_field in fields):
             raise PartError(
@@ -66,8 +68,8 @@ class Piece:
     """Elements [lo, hi) of a parameter, in the order of its memory, in a flat buffer.
 
     Attributes:
-        shape, stride: of the whole parameter.
-        start, count: the values of the buffer that stand for them.
+        shape, stride: those of the full parameter.
+        start, count: the values of the buffer for these elements.
     """
 
     name: str
@@ -81,13 +83,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """One flat buffer of a bucket: a field of its state, the weights that forward uses,
-    or those of frozen parameters.
+    """A flat buffer of a bucket: a field of its state, the weights that forward uses,
+    or frozen weights.
 
     Attributes:
         kind: the field's name, `WORKING` or `UNTRAINED`.
-        dtype: torch's name of it.
-        numel: its values, padding included.
+        dtype: torch's name of the dtype.
+        numel: number of values, including padding.
         pieces: in the order of the buffer.
     """
 
@@ -103,8 +105,8 @@ class OwnState:
     """A range of a parameter that this rank holds: elements [lo, hi).
 
     Attributes:
-        stride: of the whole parameter.
-        fields: field → (a view of its memory, elements that a value stands for).
+        stride: stride of the full parameter.
+        fields: field → (a view of its memory, number of elements per value).
     """
 
     stride: tuple[int, ...]
@@ -114,16 +116,16 @@ class OwnState:
 
 
 class StateWriter(Protocol):
-    """Writes the state of a rank, a bucket at a time. It records failures and raises none: a
-    checkpoint that fails does not end the run."""
+    """Writes the state of a rank, bucket by bucket. It records failures and does not raise: a
+    failed checkpoint must not end the run."""
 
     def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None:
-        """Write parts of the flat buffers of a bucket, whose `FlatState`s they number.
+        """Write parts of the flat buffers of a bucket; `Written` has the number of a `FlatState`.
 
         Args:
-            parts: each with a tensor that begins with its first value. A window of the file that
-                begins in the part is written whole: the tensor goes on after the part as far as
-                the window does. The windows that begin in another part come with that one.
+            parts: each with a tensor that starts with its first value. A window of the file that
+                starts in the part is written completely: the tensor extends beyond the part to the
+                end of the window. Windows that start in another part are written with that part.
         """
 
     def finish(self) -> None:
@@ -138,10 +140,11 @@ def whole(buffers: Iterable[Tensor]) -> list[tuple[Written, Tensor]]:
 def flat_states(
     buckets: Iterable[Bucket], rank: int, *, in_use: bool, parts: Parts = WHOLE
 ) -> Iterator[FlatState]:
-    """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights.
+    """Yield the buffers of every bucket: each field of trained buckets, the weights of frozen
+    buckets.
 
     Args:
-        in_use: after the fields, the weights that forward uses.
+        in_use: also yield, after the fields, the weights that forward uses.
 
     Raises:
         PartError: a part of a matrix is in a format that only this mesh could read.
@@ -158,7 +161,7 @@ def flat_states(
 
 
 def own_state(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:
-    """View what this rank holds of a parameter. At rest only while the lanes are empty."""
+    """View this rank's share of a parameter. Complete only while the lanes are idle."""
     if bucket.state:
         pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
         fields = {state_field.name: (view, state_field.per) for state_field, view in pieces}
@@ -168,14 +171,14 @@ def own_state(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState
 
 
 def own_weights(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:
-    """View this rank's part of the weights that forward uses; see `own_state`."""
+    """View this rank's share of the weights that forward uses; see `own_state`."""
     return _cut_into_ranges(bucket, slot, {WORKING: (bucket.weights_of(slot), 1)}, parts)
 
 
 def _cut_into_ranges(
     bucket: Bucket, slot: Slot, fields: Mapping[str, tuple[Tensor, int]], parts: Parts
 ) -> list[OwnState]:
-    """Cut views of all that this rank holds of a parameter into its ranges."""
+    """Cut views of this rank's complete share of a parameter into its ranges."""
     (first, _), states = bucket.piece(slot), []
     stride = parts.share(slot).stride
     for part in parts.held(bucket, slot):
@@ -191,7 +194,7 @@ def _flat(bucket: Bucket, kind: str, dtype: str, per: int, rank: int, parts: Par
         parts.check(bucket, slot)
         share = parts.share(slot)
         for part in parts.held(bucket, slot):
-            # A parameter without elements is on every rank; the first one saves it.
+            # A parameter without elements is on every rank; rank 0 saves it.
             if part.length or (slot.numel == 0 and rank == 0):
                 first = slot.offset + part.lo - bucket.lo if part.length else 0
                 start, end = first // per, -(-(first + part.length) // per)

@@ -1,4 +1,4 @@
-"""The optimizer's state for those who save and load it: by buffer, and by parameter."""
+"""The optimizer's state for saving and loading: by buffer, and by parameter."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from offloadtrain.step.layout.formats import FP32, Field, recognise
 
 
 def views(bucket: Bucket, slot: Slot) -> dict[str, Tensor]:
-    """Return field → a view of its memory, shaped as the parameter where the shard holds all of it;
-    scales are 1-D. At rest only while the lanes are empty."""
+    """Return field → a view of its memory, in the parameter's shape if the shard holds all of it;
+    scales are 1-D. Complete only while the lanes are idle."""
     pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
     return {field.name: slot.shaped(with_own_storage(piece)) for field, piece in pieces}
 
@@ -51,7 +51,7 @@ def check_held_by(state_dict: Mapping[str, Any], own: Mapping[str, tuple[int, in
     """Raises EngineError for the state of another rank, whose shards may have the same sizes."""
     saved = {name: tuple(at) for name, at in state_dict.get("held_by", {}).items()}
     if all(count == 1 for _, count in saved.values()) or saved == own:
-        return  # full tensors: any rank takes its shard of them; torch's own, too
+        return  # full tensors, also in torch's own state: any rank takes its shard
     several = [name for name in own if saved.get(name, own[name])[1] > 1 or own[name][1] > 1]
     their, this = (
         " and ".join("{} {} of {}".format(name, *shards.get(name, own[name])) for name in several)
@@ -74,10 +74,10 @@ def entries_of(
     groups: Sequence[dict[str, Any]],
     places: Mapping[nn.Parameter, tuple[Bucket, Slot]],
 ) -> Entries:
-    """Return the entries of an optimizer's state dict by parameter, those of frozen ones last.
+    """Return the entries of an optimizer's state dict by parameter, frozen parameters last.
 
     Raises:
-        EngineError: if groups do not fit, or there is nothing for a trained parameter that was
+        EngineError: if groups do not fit, or there is no entry for a trained parameter that was
             trained when the state was saved.
     """
     saved, entries = state_dict["param_groups"], state_dict["state"]
@@ -104,8 +104,8 @@ def entries_of(
 def steps_of(
     entries: Entries, places: Mapping[nn.Parameter, tuple[Bucket, Slot]]
 ) -> tuple[dict[nn.Parameter, int], dict[str, list[int]]]:
-    """Return the step of each trained parameter, and the steps of experts that are skipped where
-    they are unused, by name.
+    """Return the step of each trained parameter, and by name the steps of experts that are skipped
+    while they are unused.
 
     Raises:
         EngineError: the state was saved with skipped experts, and here they are not skipped.
@@ -136,7 +136,7 @@ def load_dict(
 
     Args:
         saved: the groups of a state dict.
-        rules: that of each group.
+        rules: one per group.
 
     Raises:
         EngineError: if shapes or hyperparameters do not fit.
@@ -158,13 +158,13 @@ def load_dict(
 def load(
     bucket: Bucket, slot: Slot, rule: Rule, tensors: Mapping[str, Tensor], lo: int | None
 ) -> None:
-    """Copy this rank's part of a parameter's state out of `tensors`, of any format. The lanes must
-    be empty.
+    """Copy this rank's part of a parameter's state from `tensors`, in any format. The lanes must
+    be idle.
 
-    With moments alone, as torch's own optimizers keep them, the master weights stay as they are.
+    If there are only moments, as in torch's optimizers, the master weights stay unchanged.
 
     Args:
-        tensors: of the parameter's shape; or, where `lo` is given, 1-D, from element `lo` on.
+        tensors: in the parameter's shape; or, with `lo`, 1-D, from element `lo` on.
 
     Raises:
         EngineError: for a missing tensor or another shape.
@@ -198,7 +198,7 @@ def load(
 
 
 def reset_moments(bucket: Bucket, slot: Slot, rule: Rule) -> None:
-    """Make the moments of this rank's part zero. The lanes must be empty."""
+    """Set the moments of this rank's part to zero. The lanes must be idle."""
     first, last = bucket.piece(slot)
     if rule.moments and first < last:
         load(bucket, slot, rule, dict.fromkeys(rule.moments, torch.zeros(last - first)), first)
@@ -206,13 +206,13 @@ def reset_moments(bucket: Bucket, slot: Slot, rule: Rule) -> None:
 
 def copy_assigned(bucket: Bucket, slot: Slot, entry: Mapping[str, Any], step: Tensor) -> None:
     """Copy moments that were assigned to a parameter's entry of `state` into the state. The lanes
-    must be empty.
+    must be idle.
 
     Args:
-        step: of all parameters, 0-dim.
+        step: step count of the parameter, 0-dim.
 
     Raises:
-        EngineError: for other values than moments, or another shape.
+        EngineError: a value is not a moment, or has another shape.
     """
     own_steps = {} if bucket.usage else {"step": step}
     for key, view in (views(bucket, slot) | own_steps).items():
@@ -231,14 +231,14 @@ def copy_assigned(bucket: Bucket, slot: Slot, entry: Mapping[str, Any], step: Te
 
 def master(bucket: Bucket, slot: Slot) -> Tensor:
     """Copy this rank's part of a parameter's master weights to the host, decoded: (n,) fp32. The
-    lanes must be empty."""
+    lanes must be idle."""
     first, last = bucket.piece(slot)
     return decoded(bucket, bucket.state_of(slot), last - first)
 
 
 def load_weights(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
-    """Copy this rank's part of the weights that forward uses out of all of them, in the parameter's
-    shape, or out of a 1-D piece from element `lo` on."""
+    """Copy this rank's part of the weights that forward uses from a full tensor, in the parameter's
+    shape, or from a 1-D piece that starts at element `lo`."""
     flat = slot.flattened(tensor) if lo is None else tensor
     (first, last), lo = bucket.piece(slot), lo or 0
     begin, end = max(first, lo), min(last, lo + flat.numel())
@@ -250,7 +250,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> 
     """Load the hyperparameters of a saved group, without the switches of torch's own optimizers.
 
     Raises:
-        EngineError: if one of them asks for another update.
+        EngineError: if a hyperparameter selects another update rule.
     """
     decoupled = getattr(rule, "decoupled", None)
     another = saved.get("decoupled_weight_decay", decoupled) is not decoupled
@@ -263,7 +263,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> 
 
 
 VARIANTS = ("amsgrad", "maximize")
-"""Keys of torch's groups that ask for another update."""
+"""Keys of torch's groups that select another update rule."""
 _SWITCHES = {"params", *VARIANTS, "decoupled_weight_decay"} | {
     "foreach",
     "fused",
@@ -271,7 +271,7 @@ _SWITCHES = {"params", *VARIANTS, "decoupled_weight_decay"} | {
     "differentiable",
     "initial_accumulator_value",
 }
-"""Keys of torch's groups that are no hyperparameters here. A sum contains its initial value."""
+"""Keys of torch's groups that are not hyperparameters here. A sum includes its initial value."""
 
 
 def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -326,14 +326,13 @@ class StateIO:
     take_over_writes: Callable[[], None]
 
     def settle(self) -> None:
-        """Take over what others have written, and wait until the state is at rest."""
+        """Adopt values that user code has written, and wait until the state is complete."""
         self.take_over_writes()
         self.synchronize()
 
     @property
     def _held_by(self) -> dict[str, tuple[int, int]]:
-        """Number and count of the ranks that share the state, and of those that hold parts and
-        stages."""
+        """Role ("rank", "part" or "stage") → number of this rank in it, and count of its ranks."""
         each = {"rank": self.ranks, "part": self._division.parts, "stage": self._division.stages}
         return {name: (some.rank, some.size) for name, some in each.items()}
 
@@ -353,10 +352,10 @@ class StateIO:
 
     @cached_property
     def parts(self) -> Parts:
-        """Where what this rank holds of DTensors is in the whole.
+        """This rank's shares of DTensors, as ranges of the full parameters.
 
         Raises:
-            PartError: of one it cannot be said.
+            PartError: the ranges of a parameter cannot be determined.
         """
         parts = self._division.parts
         if parts.is_single and self.ranks.of_experts is self.ranks:
@@ -364,7 +363,7 @@ class StateIO:
         return Parts(parts, shares_of(self.model))
 
     def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield (parameter name, the tensors of its state): views of host memory, at rest. Frozen
+        """Yield (parameter name, the tensors of its state): complete views of host memory. Frozen
         parameters in shards yield their weights."""
         # The caller reads views that Adam on the host lane may still write.
         self.settle()
@@ -374,24 +373,24 @@ class StateIO:
             yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
 
     def extents(self) -> dict[str, Extent]:
-        """Return this rank's shard of what it holds of every trained parameter, and of frozen ones
-        of streamed blocks; shapes are those of whole parameters."""
+        """Return this rank's shard of its share of every trained parameter, and of frozen
+        parameters of streamed blocks; shapes are those of full parameters."""
         slots = [*self._slots(), *self._frozen_slots()]
         return {s.name: Extent(self.parts.share(s).shape, *b.piece(s)) for b, s in slots}
 
     @property
     def saves_untrained(self) -> bool:
-        """True if this rank saves the untrained tensors: other ranks hold the same ones."""
+        """True if this rank saves the untrained tensors: other ranks have equal copies."""
         return self.ranks.rank == self._division.parts.rank == self.ranks.copies.rank == 0
 
     def flat_states(self) -> list[FlatState]:
-        """Describe every buffer that `write_state` writes, in its order. Of hybrid sharding each
-        group saves some of the buckets: those of the others have no pieces here.
+        """Describe every buffer that `write_state` writes, in its order. With hybrid sharding each
+        group saves some of the buckets: the others have no pieces here.
 
         Raises:
             PartError: a part of a matrix is in a format that only this mesh could read.
         """
-        # After a failure of the device the weights on it are lost: the checkpoint ends the delay.
+        # After a failure of the device its weights are lost: the checkpoint ends the delay.
         in_use = self._is_delayed and not self._engine.guard.salvaged
         rank = self.ranks.rank
         buckets = [bucket for block in self._blocks for bucket in block.all_buckets]
@@ -403,8 +402,8 @@ class StateIO:
         ]
 
     def warn_of_no_checkpoints(self) -> None:
-        """Warn at once of what the first save would refuse, hours later; one of the ranks that hold
-        parts of a matrix does."""
+        """Warn at once if saving would raise an error hours later; one of the ranks with
+        parts of a matrix logs it."""
         try:
             if self.saves_untrained and self.parts is not WHOLE:
                 self.flat_states()
@@ -412,9 +411,9 @@ class StateIO:
             _log.warning("these weights train, and no checkpoint of them can be saved: %s", error)
 
     def write_state(self, writer: StateWriter) -> None:
-        """Begin to write the state as it is after the last step; the next steps go on meanwhile.
+        """Start to write the state after the last step; the next steps run meanwhile.
 
-        The writer is called on the lane of writes, in any order of buckets. One at a time.
+        The writer is called on the lane of writes, in any order of buckets. At most one at a time.
         """
         if not self._engine.guard.salvaged:
             self.take_over_writes()
@@ -440,7 +439,7 @@ class StateIO:
 
     @property
     def expert_steps(self) -> dict[str, list[int]]:
-        """Parameter → steps of each of its entries, of those that are skipped where they are
+        """Parameter → steps of each of its entries, for parameters that are skipped while they are
         unused; -1 for entries of other ranks."""
         return {
             slot.name: bucket.usage.steps_by_entry(slot, self.parts.share(slot))
@@ -449,18 +448,18 @@ class StateIO:
         }
 
     def own_states(self) -> dict[str, list[OwnState]]:
-        """Return what this rank holds of every parameter of `extents`, to be read or overwritten;
-        `finish_load` makes what was written effective."""
+        """Return views of this rank's share of every parameter of `extents`, to be read or
+        overwritten; `finish_load` makes the written values effective."""
         # The caller reads or writes memory that Adam and uploads in flight still use.
         self.settle()
         slots = [*self._slots(), *self._frozen_slots()]
         return {slot.name: own_state(b, slot, self.parts) for b, slot in slots}
 
     def own_weights(self) -> dict[str, list[OwnState]]:
-        """Return this rank's part of the weights that forward uses, where they may be older than
-        the state's (update mode "delayed"); otherwise nothing. To be overwritten like
-        `own_states`: `finish_load` makes it effective."""
-        # As in `own_states`; no newer weights wait afterwards.
+        """Return views of this rank's share of the weights that forward uses, if they may be older
+        than the state's (update mode "delayed"); otherwise {}. To be overwritten like
+        `own_states`: `finish_load` makes them effective."""
+        # As in `own_states`; no newer weights are pending afterwards.
         self.synchronize()
         if not self._is_delayed:
             return {}
@@ -470,15 +469,15 @@ class StateIO:
     def load_named_state(
         self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
     ) -> None:
-        """Copy state of one parameter in, as far as this rank holds it; `finish_load` makes it
+        """Load the state of a parameter, as far as this rank holds it; `finish_load` makes it
         effective.
 
-        State of another format is converted, rounded to nearest where this one is narrower.
+        State of another format is converted, and rounded to nearest if this format is narrower.
 
         Args:
-            tensors: its state, or `WORKING` alone; of the parameter's shape; or 1-D, of its
+            tensors: its state, or only `WORKING`; in the parameter's shape; or 1-D, its
                 elements from `lo` on, a multiple of 128, in the order of its memory. Scales: one
-                value per 128 elements. Of a DTensor: those of the whole one.
+                value per 128 elements. For a DTensor: those of the full parameter.
 
         Raises:
             EngineError: for an unknown parameter, a missing tensor or another shape.
@@ -523,8 +522,8 @@ class StateIO:
         """Set the step count and upload the weights, after `load_named_state` of every parameter.
 
         Args:
-            delayed: the weights that forward uses were loaded, too, into `own_weights`: those of
-                the state wait as they did when they were saved.
+            delayed: the weights that forward uses were also loaded, into `own_weights`: the weights
+                of the state stay pending, as they were when they were saved.
             expert_steps: see `expert_steps`; `step` for parameters that are not in it.
 
         Raises:
@@ -545,8 +544,8 @@ class StateIO:
 
     @torch.no_grad()
     def _take_over_frozen(self) -> None:
-        """Copy values written into frozen parameters into their saved masters, from which later
-        training goes on. Elements that were not written keep the precision of their master."""
+        """Copy values written into frozen parameters into their saved masters, with which training
+        will continue. Elements that were not written keep the precision of their master."""
         for param in self._frozen_state:
             state, weights = self.state[param], param.detach().cpu()
             saved = state["master"] if "master" in state else state["weight"]
@@ -555,17 +554,17 @@ class StateIO:
 
     @torch.no_grad()
     def _weights_in_use(self) -> list[Tensor]:
-        """Copy this rank's part of the weights that forward uses to the host, where newer ones wait
-        (update mode "delayed"): 2 bytes per parameter."""
+        """Copy this rank's part of the weights that forward uses to the host, if newer weights are
+        pending (update mode "delayed"): 2 bytes per parameter."""
         if not self._engine.program.mode.waiting:
             return []
-        # Copied past the lanes.
+        # The copies below do not run on the lanes.
         self._engine.drain()
         return [bucket.weights_of(slot).to("cpu", copy=True) for bucket, slot in self._slots()]
 
     @torch.no_grad()
     def _delay_newest(self, weights: Sequence[Tensor]) -> None:
-        """Set the weights that forward uses, if there are any, and let those of the state wait."""
+        """Set the weights that forward uses, if any, and keep the weights of the state pending."""
         if not weights:
             return
         self._engine.detach_weights()
@@ -590,16 +589,17 @@ class StateIO:
         return iter(sorted(pairs, key=lambda pair: pair[1].index))
 
     def _frozen_slots(self) -> list[tuple[Bucket, Slot]]:
-        """List frozen parameters of streamed blocks: on the device only while in a slot."""
+        """List frozen parameters of streamed blocks, which are on the device only while in a
+        slot."""
         return [(b, s) for block in self._blocks for b in block.frozen for s in b.slots]
 
 
 def _flattened(share: Share, tensors: Mapping[str, Tensor], lo: int | None) -> dict[str, Tensor]:
-    """Return state of a whole parameter, or of elements from `lo` on, as 1-D tensors in the order
+    """Return state of a full parameter, or of elements from `lo` on, as 1-D tensors in the order
     of its memory.
 
     Raises:
-        EngineError: they are of different sizes, as where a value stands for several elements.
+        EngineError: the tensors have different sizes, because a value covers several elements.
     """
     flat = {}
     for kind, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The count of steps with their loss scale, and the report of each."""
+"""The count of steps with their loss scale, and the report of each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offloadtrain.step.program.updates import Decision, Speculation
 _log = logging.getLogger(__name__)
 
 ALARM = 3
-"""Skipped steps in a row."""
+"""Number of consecutive skipped steps that logs a warning."""
 _NAMED = 3
 
 
@@ -34,28 +34,28 @@ class Phase(Enum):
     BACKWARD = auto()
     """A micro-step is open: gradients are arriving."""
     ACCUMULATED = auto()
-    """Whole micro-steps wait for step()."""
+    """Complete micro-steps wait for step()."""
     CLOSED = auto()
-    """The engine is closed and off the model."""
+    """The engine is closed and detached from the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneReport:
-    """What the lanes did between two steps.
+    """Activity of the lanes between two steps.
 
     Attributes:
-        exposed_ms: time that compute waited for transfers and the host since the step before; on
-            CUDA, that its stream waited.
-        busy_ms: by lane (compute, d2h, host, h2d, load, comm), time of work since the step before;
-            for compute, of the forwards and backwards of blocks. On CUDA, work and waits that have
-            not ended by now count in the next step, and work of streams is measured in sampled
-            steps: in others it counts as long as it usually takes ([Note: Timing events] in
+        exposed_ms: time that compute waited for transfers and the host since the previous step; on
+            CUDA, time that its stream waited.
+        busy_ms: lane (compute, d2h, host, h2d, load, comm) → time of work since the previous step;
+            for compute, time of the forwards and backwards of blocks. On CUDA, work and waits that
+            have not ended by now count in the next step, and work of streams is measured in sampled
+            steps: in others it counts with its usual duration ([Note: Timing events] in
             `runtime/lanes/stream_times.py`).
-        d2h_bytes, h2d_bytes: bytes moved since the step before.
-        comm_bytes: bytes sent to other ranks in the engine's collectives since the step before,
-            without those inside of the model's own forward and backward.
-        disk_read_bytes, disk_written_bytes: of optimizer state that is there, since the step
-            before; a checkpoint reads it once.
+        d2h_bytes, h2d_bytes: bytes moved since the previous step.
+        comm_bytes: bytes sent to other ranks in the engine's collectives since the previous step,
+            without those inside of the model's forward and backward.
+        disk_read_bytes, disk_written_bytes: bytes of optimizer state on the disk, since the
+            previous step; a checkpoint reads it once.
         sampled: its timeline, if it was sampled.
     """
 
@@ -70,12 +70,12 @@ class LaneReport:
 
     @property
     def timeline(self) -> tuple[Interval, ...]:
-        """The intervals of the lanes, if this step was sampled: what ran when it began, such as the
-        update of the step before, and what was launched until `step()` returned. On the lane "wait"
-        are the waits of compute, each with the name of the awaited lane.
+        """The intervals of the lanes, if this step was sampled: work that ran when the step began,
+        such as the update of the previous step, and work launched until `step()` returned. The lane
+        "wait" has the waits of compute, each with the name of the awaited lane.
 
-        Reading it waits until this step's update is done. A training loop that does not want that
-        wait reads it after the next step.
+        Reading it waits until this step's update is complete. A training loop can avoid that
+        wait by reading it after the next step.
         """
         return self.sampled.intervals if self.sampled else ()
 
@@ -88,22 +88,23 @@ class LaneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport(LaneReport):
-    """The report of one `step()`, and of what the lanes did since the step before.
+    """The report of one `step()`, and of the lanes since the previous step.
 
     Attributes:
-        step: optimizer steps done so far, this one included if it was not skipped.
+        step: number of optimizer steps done, including this one unless it was skipped.
         skipped: the gradient norm was not finite: no state changed.
-        skipped_in_a_row: skipped steps up to this one; 0 if it was not skipped.
+        skipped_in_a_row: consecutive skipped steps up to this one; 0 if it was not skipped.
         nonfinite: names of the parameters with non-finite gradients, in the model's order.
-        nonfinite_ranks: of each of them, the ranks in whose shards the gradient is not finite;
+        nonfinite_ranks: for each of them, the ranks in whose shards the gradient is not finite;
             empty on a single rank.
         grad_norm: norm of the unscaled mean gradient, before clipping.
         clip_coef: factor on the gradient, of `clip_grad_norm_` and `clip_norm` together.
         loss_scale: loss scale during the step; 1.0 without loss scaling.
-        micro_steps: backward passes of the step.
-        early_buckets: buckets updated inside backward.
-        speculation_hit: these updates, in mode "speculative", were right; None without any.
-        state_on_device: the share of the optimizer state that was on the device.
+        micro_steps: number of backward passes of the step.
+        early_buckets: number of buckets updated inside backward.
+        speculation_hit: whether these updates, in mode "speculative", were right; None if there
+            were none.
+        state_on_device: share of the optimizer state that was on the device.
     """
 
     step: int
@@ -133,19 +134,19 @@ class StepReport(LaneReport):
 
 
 class StepCounter:
-    """Counts steps, and tells the loss scale of overflows.
+    """Counts steps, and reports overflows to the loss scaler.
 
     Attributes:
         scaler: None unless precision is fp16.
-        steps: optimizer steps done.
-        tries: steps decided, skipped ones included.
-        skipped_in_a_row: skipped steps since the last one that was not.
-        shown: steps missed → `state[p]["step"]` of the parameters that have missed so many of the
-            run's: 0-dim fp32 tensors, which follow `steps`.
+        steps: number of optimizer steps done.
+        tries: number of steps decided, including skipped ones.
+        skipped_in_a_row: number of consecutive skipped steps.
+        shown: number of missed steps → `state[p]["step"]` of the parameters that have missed as
+            many: 0-dim fp32 tensors, which follow `steps`.
     """
 
     def __init__(self, config: OffloadConfig, num_batches: int) -> None:
-        """`num_batches`: ranks whose batches make a step."""
+        """`num_batches`: number of ranks with different batches in a step."""
         self._num_batches = num_batches
         scales = config.precision == "fp16"
         self.scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
@@ -153,7 +154,7 @@ class StepCounter:
         self.shown: dict[int, Tensor] = {}
         self._warmup_steps = config.warmup_steps if config.update == "delayed" else None
         self._decision: tuple[bool | None, bool] | None = None
-        """Of the last decided step, until the loss scale is updated: whether it overflowed, and
+        """For the last decided step, until the loss scale is updated: whether it overflowed, and
         whether the scale follows late."""
         self._undecided: float | None = None
 
@@ -163,18 +164,18 @@ class StepCounter:
 
     @property
     def undecided_scale(self) -> float:
-        """The loss scale of the step that is decided next: without a flush, the next step's
-        microbatches may run by then, and `loss_scale` is theirs."""
+        """The loss scale of the step that is decided next: in a pipeline without a flush,
+        microbatches of the step after it may run by then, with `loss_scale`."""
         return self.loss_scale if self._undecided is None else self._undecided
 
     @property
     def divisor(self) -> float:
-        """What the gradients of the step that is decided next are divided by: they arrive as the
+        """Divisor of the gradients of the step that is decided next: they arrive as the
         sum over ranks, times the loss scale."""
         return self.undecided_scale * self._num_batches
 
     def begin_next_step(self) -> None:
-        """The next step's first microbatch is about to run, and the last step is not decided.
+        """The next step's first microbatch is about to run before the last step is decided.
 
         Raises:
             LossScaleError: see `LossScaler.update`.
@@ -190,7 +191,7 @@ class StepCounter:
             tensor.fill_(steps - missed)
 
     def decide(self, *, skipped: bool, overflow: bool) -> None:
-        """Count a step that the lanes, or `salvage`, will do."""
+        """Count a step that the lanes, or `salvage`, will complete."""
         late = self._warmup_steps is not None and self.steps + 1 > self._warmup_steps
         self.tries += 1
         self.count_from(self.steps + (not skipped))
@@ -199,7 +200,7 @@ class StepCounter:
         self._decision = (overflow if overflow or not skipped else None), late
 
     def update_scale(self) -> None:
-        """Tell the loss scale of the step that was decided last; once.
+        """Update the loss scale after the last decided step; once per step.
 
         Raises:
             LossScaleError: see `LossScaler.update`. If the next step has begun, `begin_next_step`
@@ -215,13 +216,13 @@ class StepCounter:
 
 
 class Reporter:
-    """Counts steps and reports them, with what the lanes did since the step before.
+    """Counts steps and reports them, with the activity of the lanes since the previous step.
 
     Attributes:
         last_step: the report of the last step; None before the first.
-        state_on_device: the share of the optimizer state that is on the device.
-        layouts: the number of layouts so far.
-        warns_of_skips: log a warning of skips in a row.
+        state_on_device: share of the optimizer state that is on the device.
+        layouts: number of layouts so far.
+        warns_of_skips: log a warning of consecutive skips.
     """
 
     def __init__(self, lanes: Lanes, ranks: Ranks, spec: StepSpec) -> None:
@@ -236,7 +237,7 @@ class Reporter:
         self.begin_layout(spec)
 
     def begin_layout(self, spec: StepSpec) -> Reporter:
-        """The next steps are those of this layout."""
+        """The next steps use this layout."""
         self.state_on_device = device_share(spec)
         self.layouts += 1
         return self
@@ -286,7 +287,7 @@ class Reporter:
         return self.last_step
 
     def end_step(self, report: StepReport) -> None:
-        """Tell the loss scale of the step; warn at the third skip in a row, with the first
+        """Update the loss scale after the step; warn at the third consecutive skip, with the first
         parameters that caused it.
 
         Raises:

@@ -1,11 +1,11 @@
-"""The model's weights: into the engine's memory one module at a time, and read, written and saved
+"""The model's weights: moved into the engine's memory module by module, and read, written and saved
 as full tensors or state dicts of an offloaded model.
 
 [Note: Meta parameters]
 A model built under `torch.device("meta")` has shapes and no memory. Its modules get memory and
-values one after the other, in the order of registration. Each block's weights go into the state
-before the next block's are made, so the host never holds more than one block in fp32 beside the
-state. A parameter stays the same object, so that ties and parameter groups hold.
+values one after the other, in the order of registration. Each block's weights are copied into the
+state before the next block's are made, so the host never holds more than one block in fp32 in
+addition to the state. A parameter stays the same object, so that ties and parameter groups hold.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from offloadtrain.runtime.tensor_parts import (
 _log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20
-"""Elements; a multiple of the kernels' block. Some megabytes: worth the kernels' threads."""
+"""Number of elements; a multiple of the kernels' block. Some megabytes: worth the kernels'
+threads."""
 
 ParamInit = Callable[[nn.Module], None]
-"""Fills the parameters and buffers that a module owns itself; called once per module."""
+"""Fills the parameters and buffers that a module owns directly; called once per module."""
 
 
 @torch.no_grad()
@@ -69,14 +70,14 @@ def adopt_weights(
     param_init_fn: ParamInit | None,
     earlier: Earlier | None = None,
 ) -> None:
-    """Set masters from the weights as given, make parameters views, move the rest to the device.
+    """Set masters from the original weights, make parameters views, move the rest to the device.
 
     Args:
-        earlier: the layout before this one, whose masters and moments move to the blocks.
+        earlier: the previous layout, whose masters and moments move to the blocks.
 
     Raises:
         ModelError: for values beyond the range of the working weights.
-        RankError: parts hold other values of what each has whole.
+        RankError: parameters that all `parts` hold in full differ.
     """
     ranks = division.replicas
     block_of = {block.module: block for block in blocks}
@@ -88,15 +89,16 @@ def adopt_weights(
         HEARTBEAT.advance("reading weights", sum(sizes[:number]), sum(sizes))
         for module in part.module.modules() if part.repeated else (part.module,):
             materialise(module, param_init_fn)
-        # Tied ones are those of an earlier part, which may have left the device.
+        # Tied parameters belong to an earlier part, which may have left the device.
         new = {p: name for name, p in part.parameters if p not in agreed}
         agreed.update(new)
-        # Ranks that hold other parts of a parameter have other values: its sharers agree.
+        # Ranks that hold other parts of a parameter have other values: only its sharers agree.
         for sharers in dict.fromkeys((ranks, ranks.of_experts)):
             _agree_on([p for p in new if division.sharers(p) is sharers], sharers.everyone)
         if not division.parts.is_single:
             undivided = {name: p for p, name in new.items() if not is_divided(p)}
-            # Not overwritten: a module may divide itself without DTensors, which is detected here.
+            # Compared, not overwritten: a module may divide itself without DTensors, which is
+            # detected here.
             values = [local(tensor.detach()) for tensor in undivided.values()]
             division.check_same_weights([*undivided], _checksums(values))
         if part.module in block_of:
@@ -110,7 +112,7 @@ def adopt_weights(
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
-                # A copy in any case: `param_init_fn` may have given a view of a file.
+                # Always a copy in these cases: `param_init_fn` may have assigned a view of a file.
                 must_copy = param_init_fn is not None or (earlier is not None and param in earlier)
                 param.data = param.data.to(device, None if keep else dtype, copy=must_copy)
         if earlier is not None:
@@ -129,7 +131,7 @@ def adopt_weights(
 
 
 def view_weights(model: nn.Module, blocks: Sequence[Block], config: OffloadConfig) -> None:
-    """Do what `adopt_weights` does to parameters, where there are no values to move."""
+    """Change parameters as `adopt_weights` does, without values to move."""
     for bucket in (bucket for block in blocks for bucket in block.buckets):
         for slot in bucket.slots:
             slot.param.data = slot.view(bucket.working.flat)
@@ -142,18 +144,18 @@ def view_weights(model: nn.Module, blocks: Sequence[Block], config: OffloadConfi
 class LoadedValues:
     """A state dict that is being loaded, whose values may be wider than the parameters.
 
-    torch rounds them into the parameters; the masters take them as they are. If the parameters hold
-    all of these 16-bit values already, all masters stay: so a checkpoint's model may be loaded
+    torch rounds them into the parameters; the masters get the exact values. If the parameters
+    already have all of these 16-bit values, all masters stay: so a checkpoint's model may be loaded
     after its optimizer.
     """
 
     def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-        """`values`: by the model's own names. Compares them with the parameters as they are."""
+        """`values`: by parameter name of the model. Compares them with the present parameters."""
         self.names = frozenset(values)
         self._values: dict[nn.Parameter, list[Tensor]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             value = values.get(name)
-            # Of tied names, torch loads the last one last.
+            # If names are tied, torch keeps the value that it loads last.
             if value is not None and value.numel() == param.numel():
                 self._values.setdefault(param, []).insert(0, value)
         self.new = any(
@@ -163,7 +165,8 @@ class LoadedValues:
         )
 
     def of(self, name: str, param: nn.Parameter) -> Tensor:
-        """Return the loaded values that the parameter holds, rounded; its own if it holds none."""
+        """Return the loaded values that the parameter holds, rounded; its own values if there are
+        none."""
         for value in self._values.get(param, ()):
             if _equal(value, param):
                 return value.reshape(param.shape)
@@ -177,7 +180,7 @@ class LoadedValues:
 
 
 def _equal(value: Tensor, param: nn.Parameter) -> bool:
-    """Tell whether the parameter holds the value, as torch rounds it."""
+    """Return True if the parameter holds the value, as torch rounds it."""
     return torch.equal(value.reshape(param.shape).to(param), param.data)
 
 
@@ -190,17 +193,18 @@ def adopt_loaded(
     rules: Sequence[AnyRule],
     on_adopted: Callable[[Bucket, Slot, Tensor], None] | None = None,
 ) -> bool:
-    """Set the masters of the parameters that were written, from `loaded` or from their own values.
+    """Set the masters of the parameters that were written, from `loaded` or from their present
+    values.
 
-    The lanes must be empty: masters are the host lane's otherwise.
+    The lanes must be idle: otherwise masters belong to the host lane.
 
     Args:
         overwritten: see `ParameterGuard`.
         on_adopted: called with the values of each.
 
     Returns:
-        True if the state has rounded some of them in its own way, so that the parameters have to
-        follow.
+        True if the state format has rounded some of them differently, so that the parameters must
+        be updated from it.
 
     Raises:
         ModelError: for values beyond the range of the working weights.
@@ -215,13 +219,14 @@ def adopt_loaded(
             if on_adopted is not None:
                 on_adopted(bucket, slot, values)
             if slot.param in overwritten:
-                # The old masters are complete again, so that elements of the old value keep theirs.
+                # The old masters are restored first, so that elements with unchanged values keep
+                # theirs.
                 values = values.clone()
                 slot.view(bucket.home.flat).copy_(overwritten[slot.param])
             set_master(bucket, slot, rules[bucket.group], values, only_changed=loaded is None)
             if not bucket.sources:
                 view = slot.view(bucket.working.flat)
-                # `data` was set to other memory.
+                # User code has set `data` to other memory.
                 if view.data_ptr() != shown.data_ptr():
                     slot.local.data = view.copy_(shown)
             rounded = rounded or (bucket.format.holds_weight and values.dtype != bucket.dtype)
@@ -231,17 +236,17 @@ def adopt_loaded(
 def set_master(
     bucket: Bucket, slot: Slot, rule: Rule, values: Tensor, *, only_changed: bool = False
 ) -> None:
-    """Set this rank's part of one parameter's master weights, from values of its shape, of any
+    """Set this rank's part of a parameter's master weights, from values in its shape, of any
     dtype, on any device.
 
     Args:
-        only_changed: the values were weights before somebody wrote into some of them: masters that
-            round to their value stay as they are, more precise than that.
+        only_changed: user code wrote into some of the values: masters that round to
+            their value stay unchanged, as they are more precise.
     """
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
     fields = bucket.format.fields(rule.moments)
-    # In chunks that a cache holds, in one buffer: new memory costs more than the work in it.
+    # In chunks that fit the cache, through one buffer: new memory costs more than the work in it.
     wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32, device=state[0].device)
     for lo in range(0, flat.numel(), _CHUNK):
         piece = flat[lo : lo + _CHUNK]
@@ -249,15 +254,15 @@ def set_master(
         if piece.dtype is torch.float32 and piece.device == wide.device:
             masters = piece
         elif wide.is_cpu and piece.dtype in PRECISIONS.values():
-            # By the kernels' threads: torch's spin while they wait for each other, which costs ten
-            # times the conversion where other processes want the cores.
+            # On the kernels' threads: torch's threads spin while they wait for each other, which
+            # costs ten times the conversion if other processes want the cores.
             kernels.accumulate(masters, piece, first=True)
         else:
             masters.copy_(piece)
         target = kernels.cut(fields, state, lo, lo + piece.numel())
         if only_changed:
             before = decoded(bucket, target, piece.numel())
-            # Not all formats round to even: they have the weight itself.
+            # Not all formats round to even: these contain the weight itself.
             weights = target[0] if bucket.format.holds_weight else before
             same = (weights.to(piece) == piece).to(masters.device)
             masters = torch.where(same, before.to(masters.device), masters)
@@ -274,10 +279,10 @@ def _adopt(
             set_master(bucket, slot, rule, values)
         if isinstance(slot.local, LocalPart):
             slot.local.move(device, bucket.dtype)
-        # The given memory is freed here, one parameter at a time. The view has no values until the
-        # first upload (`Engine.emit`), before which nothing reads it.
+        # The original memory is freed here, one parameter at a time. The view has no values until
+        # the first upload (`Engine.emit`), before which nothing reads it.
         bucket.show(slot)
-    # Padding is uploaded and gathered with the rest: it must hold numbers.
+    # Padding is uploaded and gathered with the weights: it must be finite.
     bucket.working.flat.zero_()
 
 
@@ -295,7 +300,7 @@ def _move_to_host(bucket: Bucket, earlier: Earlier | None) -> None:
 
 
 def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
-    """Give all ranks the values of rank 0; sends only values that differ."""
+    """Broadcast the values of rank 0 to all ranks; sends only tensors that differ."""
     if ranks.is_single or not tensors:
         return
     values = [local(tensor.detach()) for tensor in tensors]
@@ -313,12 +318,12 @@ def _checksums(values: Sequence[Tensor]) -> list[float]:
 
 
 def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
-    """Give memory and values to the meta parameters and buffers that a module owns itself."""
+    """Allocate and fill the meta parameters and buffers that a module owns directly."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if not any(tensor.is_meta for tensor in tensors):
         return
     assert param_init_fn is not None, "check_model lets meta parameters pass only with one"
-    # Swapped and not replaced: other modules and parameter groups refer to the same object.
+    # Swapped, not replaced: other modules and parameter groups refer to the same object.
     for param in module.parameters(recurse=False):
         if param.is_meta:
             values = torch.empty_like(local(param), device="cpu")
@@ -341,8 +346,8 @@ def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
 
 
 class _StateDictHook(OfOneModel):
-    """Refers to the optimizer weakly, and to its engine strongly: that of an optimizer that is
-    dropped in a reference cycle must outlive it, to give the model its weights back."""
+    """Refers to the optimizer weakly, and to its engine strongly: if the optimizer is
+    dropped in a reference cycle, the engine must outlive it to give the model its weights."""
 
     __slots__ = ("_call", "_engine", "_from_public_api", "_owner")
 
@@ -361,7 +366,7 @@ def _before_saving(owner: WeightsIO, *_: Any) -> None:
 
 
 def _copy_to_host(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Views of a flat buffer would be saved with all of it."""
+    """Copy tensors to the host: views of a flat buffer would be saved with all of it."""
     # Tied names share one copy.
     copies: dict[tuple[int, torch.Size], Tensor] = {}
     for name, value in state_dict.items():
@@ -377,7 +382,7 @@ def _copy_to_host(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, _: 
 def _before_loading(
     owner: WeightsIO, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
 ) -> None:
-    """A late upload would overwrite loaded weights; masters take the values as they are given."""
+    """Wait for uploads and register the values, which the masters adopt without rounding."""
     if local_metadata.get("assign_to_params_buffers"):
         raise ModelError(
             "load_state_dict(assign=True) would replace the parameters that the optimizer trains: "
@@ -393,7 +398,7 @@ def _before_loading(
 def attach_state_dict_hooks(
     model: nn.Module, owner: WeightsIO, engine: object
 ) -> list[RemovableHandle]:
-    """Hooks of the root module; see the functions."""
+    """Attach hooks to the root module; see the functions."""
     hook = partial(_StateDictHook, owner, engine)
     return [
         model.register_state_dict_pre_hook(hook(_before_saving)),
@@ -406,11 +411,11 @@ def attach_state_dict_hooks(
 
 
 class WeightsIO(StateIO):
-    """The part of `OffloadOptimizer` that exchanges weights with the model's users.
+    """The part of `OffloadOptimizer` that reads and writes weights for users of the model.
 
     Attributes:
-        model: the model that it trains.
-        device: where it computes.
+        model: the trained model.
+        device: the compute device.
     """
 
     model: nn.Module
@@ -419,7 +424,7 @@ class WeightsIO(StateIO):
     """Values that are being written into the model."""
 
     def require_whole_weights(self) -> None:
-        """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
+        """Raises ModelError if parameters are in shards (ZeRO stage 3)."""
         if self._engine.residency.gathers:
             raise ModelError(
                 f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
@@ -429,28 +434,28 @@ class WeightsIO(StateIO):
 
     @torch.no_grad()
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, a copy of its working weights on the host), one block at a time.
+        """Yield (parameter name, a copy of its working weights on the host), block by block.
 
-        All ranks must exhaust it: each block is gathered in a collective.
+        All ranks must exhaust the iterator: each block is gathered in a collective.
         """
-        # The copies block this thread: waiting for each block instead would gain nothing.
+        # The copies block this thread: waiting for each block separately would gain nothing.
         self.synchronize()
         for name, weights in self.working_weights():
-            # Blocking: the slot may go to another block when the generator goes on.
+            # Blocking: the slot may be reused when the generator continues.
             yield name, weights.to("cpu", copy=True)
 
     @torch.no_grad()
     def working_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, its newest working weights on the device), one block after the
-        other: to send them to an inference engine, for example.
+        """Yield (parameter name, its newest working weights on the device), block by block:
+        to send them to an inference engine, for example.
 
-        Tied parameters come once, by their first name; buffers do not come. Blocks that have not
-        been updated yet are waited for one by one, and streamed ones are loaded, each during the
-        use of the one before. Update mode "delayed" ends its delay, as `synchronize()` does.
+        Tied parameters are yielded once, by their first name; buffers are not yielded. The iterator
+        waits for the upload of each block, and loads streamed blocks, each during the use of the
+        previous one. Update mode "delayed" ends its delay, as in `synchronize()`.
 
-        Each tensor is the memory that forward uses and no copy: read it on the current stream,
-        before the next item is asked for, and do not run the model in between. All ranks must
-        exhaust it; with `zero_stage` 3 each block is gathered in a collective.
+        Each tensor is the memory that forward uses, not a copy: read it on the current stream,
+        before requesting the next item, and do not run the model in between. All ranks must
+        exhaust the iterator; with `zero_stage` 3 each block is gathered in a collective.
         """
         self._engine.end_delay()
         done: set[nn.Parameter] = set()
@@ -470,9 +475,9 @@ class WeightsIO(StateIO):
         """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
         shape), one at a time, in the order of `model.named_parameters()`.
 
-        Frozen parameters have no master: they yield the weights that forward uses, widened to fp32;
-        integers as they are. All ranks must exhaust it, and each receives whole tensors. No step
-        may be taken meanwhile.
+        Frozen parameters have no master: they yield the weights that forward uses, widened to fp32,
+        or integers unchanged. All ranks must exhaust the iterator, and each receives full tensors.
+        No step may run meanwhile.
 
         Raises:
             EngineError: after close().
@@ -487,7 +492,7 @@ class WeightsIO(StateIO):
     def _assembled(
         self, shard_of: Callable[[Bucket, Slot], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `master_weights` does, with these shards of trained parameters."""
+        """Yield the items of `master_weights`, from these shards of trained parameters."""
         slot_of = {s.param: (b, s) for k in self._blocks for b in k.all_buckets for s in b.slots}
         closed = self._engine.guard.closed  # frozen weights are in their parameters again
         for name, param in self.model.named_parameters():
@@ -504,20 +509,19 @@ class WeightsIO(StateIO):
                 yield name, param.detach().to("cpu", copy=True)
 
     def adopt_written_weights(self) -> None:
-        """Set the masters of the parameters that others wrote; moments stay.
+        """Set the masters of the parameters that user code wrote; moments stay.
 
-        After `model.load_state_dict` they are the values that it was given, fp32 ones in full.
+        After `model.load_state_dict` they are the loaded values, without rounding of fp32 values.
         If all of them are 16-bit values that the parameters had already, all masters stay;
-        otherwise each becomes its master. Without `load_state_dict` they are the parameters'
-        values, where these differ from the rounded masters.
-        Every rank must give the same ones, or the next step raises a RankError.
-
+        otherwise each value becomes its master. Without `load_state_dict` they are the parameters'
+        values, if these differ from the rounded masters.
+        Every rank must load the same values, or the next step raises a RankError.
         Between backward and `step()`, the step updates the new masters by its gradient. `step()`
-        and what reads the state call it where parameters were written.
+        and methods that read the state call this method if parameters were written.
 
         Raises:
             ModelError: for values beyond the range of the working weights.
-            UpdateError: between backward and `step()`, where Adam runs inside backward
+            UpdateError: between backward and `step()`, if Adam runs inside backward
                 (`skip_nonfinite` off and no `clip_norm`).
         """
         # This thread writes masters, which Adam in flight still uses.
@@ -536,24 +540,24 @@ class WeightsIO(StateIO):
         self._parameter_guard.renew()
 
     def before_weights_are_written(self, bucket: Bucket, slot: Slot) -> None:
-        """Others are about to write into the memory that the parameter views."""
+        """User code is about to write into the memory that the parameter views."""
         overwritten = self._parameter_guard.overwritten
         is_loaded = self._incoming is not None
         if bucket.loads_masters and not is_loaded and slot.param not in overwritten:
             overwritten[slot.param] = slot.local.data.clone()
 
     def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:
-        """Each rank keeps its shard of what it was given: the next step compares the whole values,
-        or the model would be pieced together from different ones."""
+        """Each rank stores only its shard of the written values: the next step compares the full
+        values, or the model would be pieced together from different ones."""
         if bucket.sharers is self.ranks:
             self._engine.functions.digests.add_weights(slot.name, values)
 
     def _tell_untrained(
         self, written: frozenset[nn.Parameter], incoming: LoadedValues | None
     ) -> None:
-        """Record the written frozen parameters and buffers, which every rank keeps in full: the
-        next step compares them, or ranks would train with different models. Running statistics are
-        each rank's own."""
+        """Record the written frozen parameters and buffers, which every rank stores in full: the
+        next step compares them, or ranks would train with different models. Running statistics may
+        differ among ranks."""
         values = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
         changed = [(name, param.data) for name, param in values if param in written]
         if incoming is not None:
@@ -568,7 +572,7 @@ class WeightsIO(StateIO):
 
     @torch.no_grad()
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Values, by the model's own names, are about to be written into it; raises as
+        """Values, by parameter name of the model, are about to be written into it; raises as
         `adopt_written_weights`."""
         self._engine.program.mode.before_masters_change()
         self.take_over_writes()

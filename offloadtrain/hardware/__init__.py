@@ -1,7 +1,7 @@
 """The machine and its load: cores, cgroups, host memory, GPUs, disks, machine files.
 
-No torch: probes that need it are in `runtime`. Only `nvml.py` imports NVML, and only `telemetry.py`
-psutil; `atomic_io.py` writes files durably.
-Nothing here knows what is trained. Start at `telemetry.probe`; machine files are read by
-`machine.py`.
+Without torch: probes that need torch are in `runtime`. Only `nvml.py` imports NVML, and only
+`telemetry.py` imports psutil; `atomic_io.py` writes files durably.
+Nothing here depends on the trained model. Start at `telemetry.probe`; `machine.py` reads machine
+files.
 """

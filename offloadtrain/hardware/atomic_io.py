@@ -1,7 +1,7 @@
 """File operations that leave either the old or the new state after a crash, never a mixture.
 
-Every operation here is one `os` call per effect, so that a test can kill the process, or make the
-disk fail, at each of them in turn.
+Every operation makes one `os` call per effect, so that a test can kill the process, or let the disk
+fail, at each call.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a new file durably.
 
     Args:
-        mode: permissions, less those of the umask.
+        mode: permissions, before the umask.
 
     Raises:
-        FileExistsError: `path` exists; a crash-safe writer never overwrites.
-        OSError: the disk is full or failing; a part of the file may remain.
+        FileExistsError: if `path` exists; a crash-safe writer never overwrites.
+        OSError: if the disk is full or fails; a part of the file may remain.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with _opened(path, flags, mode) as fd:
@@ -37,15 +37,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, durably and for their owner only.
+    """Make a folder and its missing parents, durably and with access only for the owner.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: if the folder cannot be made.
     """
     if os.path.isdir(folder):
         return
     make_folder(folder.parent)
-    with suppress(FileExistsError):  # another process made it meanwhile
+    with suppress(FileExistsError):  # another process has made it
         os.mkdir(folder, 0o700)
     sync_folder(folder.parent)
 
@@ -54,15 +54,15 @@ def rename_folder(source: Path, target: Path) -> None:
     """Rename a folder atomically and durably within its parent.
 
     Raises:
-        OSError: `target` exists and is not empty, or the disk fails.
+        OSError: if `target` exists and is not empty, or the disk fails.
     """
     os.rename(source, target)
     sync_folder(target.parent)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and what it contains, or a file of that name; do nothing if it is missing. A
-    link is removed, too, and not followed: it may lead to files of somebody else."""
+    """Remove a folder and its contents, or a file; do nothing if the path is missing. A link is
+    removed but not followed, because it may lead to files of another user."""
     with suppress(FileNotFoundError):
         if os.path.islink(folder) or not os.path.isdir(folder):
             os.unlink(folder)

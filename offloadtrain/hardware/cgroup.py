@@ -1,4 +1,4 @@
-"""Control groups: the folders whose limits bind this process."""
+"""Control groups: the folders with the limits of this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MOUNT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def folders(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Path]:
-    """Return this process's folder of the unified hierarchy (v2) and its ancestors, its own
-    first."""
+    """Return this process's folder of the unified hierarchy (v2) and its ancestors, starting with
+    its own folder."""
     relative = _paths(membership).get("", "/")
     return _with_ancestors(mount, relative)
 
@@ -22,7 +22,7 @@ def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | Non
         (_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
         for folder in _v1_folders("cpu", mount, membership)
     )
-    # "max", -1 or nothing: no limit.
+    # "max", -1 or an empty file: no limit.
     limits = (pair for pair in (*v2, *v1) if all(text.isdecimal() and int(text) for text in pair))
     return min((int(quota) / int(period) for quota, period in limits), default=None)
 
@@ -32,7 +32,7 @@ class MemoryLimit:
     """A memory limit of one level.
 
     Attributes:
-        file: the file that sets it.
+        file: the file with the limit.
         free_bytes: bytes below the limit, including page cache that the kernel can drop.
     """
 
@@ -49,8 +49,8 @@ def memory_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Me
 
 
 def oom_counters(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Path]:
-    """Return the files that count processes killed for memory: this process's group's own, or the
-    machine's where groups do not count."""
+    """Return the files that count processes killed for memory: the files of this process's group,
+    or the machine's file if groups do not count."""
     v2 = [folder / "memory.events" for folder in folders(mount, membership)[:1]]
     v1 = [folder / "memory.oom_control" for folder in _v1_folders("memory", mount, membership)[:1]]
     return [file for file in (*v2, *v1) if file.exists()] or [Path("/proc/vmstat")]
@@ -62,7 +62,8 @@ _NO_LIMIT = 1 << 62
 
 
 def _v1_folders(controller: str, mount: Path, membership: Path) -> list[Path]:
-    """Return this process's folder of a controller and its ancestors, its own first."""
+    """Return this process's folder of a controller and its ancestors, starting with its own
+    folder."""
     for controllers, relative in _paths(membership).items():
         if controller in controllers.split(","):
             return _with_ancestors(mount / controllers, relative)
@@ -81,12 +82,12 @@ def _memory_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> Mem
 
 
 def _text(file: Path) -> str:
-    """Return the text of a file; the root group has none of them."""
+    """Return the text of a file; "" in the root group, which has no such files."""
     return file.read_text().strip() if file.exists() else ""
 
 
 def _paths(membership: Path) -> dict[str, str]:
-    """Return controllers → path; the unified hierarchy has the empty name."""
+    """Return the path of each list of controllers; the unified hierarchy has the empty name."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     fields = (line.split(":", 2) for line in lines)
     return {controllers: path for _, controllers, path in fields}

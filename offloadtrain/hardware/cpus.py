@@ -1,15 +1,15 @@
-"""The choice of CPUs for the kernels' threads: physical cores, near the GPU, within the limits.
+"""The choice of CPUs for the kernels' threads: physical cores near the GPU, within the limits.
 
-Pure functions over a sysfs tree decide:
-* one thread per physical core, minus one for the launching thread if there are more than two. Two
-  threads on one core share its load units and gain nothing;
-* with a GPU on a NUMA node, the cores of that node, to which the threads are bound as a group: the
-  state is then in memory local to them and to the GPU. They are not bound one by one, since another
-  process on the node would stall one of them, and with it the bucket;
-* ranks whose GPUs share a node divide its cores;
-* a CPU quota (containers) bounds the number and forbids binding: it is a share of time on any core,
-  and containers bound to the first cores would compete there. The ranks of a host share one
-  container, and divide its quota.
+Pure functions over a sysfs tree make these decisions:
+* One thread per physical core, minus one for the launching thread if there are more than two cores.
+Two threads on one core share its load units and are not faster.
+* With a GPU on a NUMA node, the threads are bound to the cores of that node as a group: then the
+state is in memory local to the threads and the GPU. Threads are not bound to single cores, because
+another process on the node could stall one thread, and with it the bucket.
+* Ranks whose GPUs share a node divide its cores.
+* A CPU quota (containers) bounds the number of threads and forbids binding. A quota is a share of
+time on any core, and containers bound to the first cores would compete for them. The ranks of a
+host share one container and divide its quota.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CpuPlan:
 
     Attributes:
         threads: at least 1.
-        cpus: logical CPUs the threads are bound to, as a group; empty: not bound.
+        cpus: logical CPUs to which the threads are bound as a group; empty: not bound.
         why: one sentence for a report.
     """
 
@@ -47,12 +47,12 @@ def plan(
     quota: float | None = None,
     sysfs: Path = SYSFS,
 ) -> CpuPlan:
-    """Decide for one rank.
+    """Return the plan of one rank.
 
     Args:
-        rank_gpus: PCI address ("0000:3b:00.0") of each local rank's GPU, None for none.
-        local_rank: index of this process among them.
-        allowed: logical CPUs of this process's affinity; None: query it.
+        rank_gpus: PCI address ("0000:3b:00.0") of each local rank's GPU, or None without GPU.
+        local_rank: index of this process among the local ranks.
+        allowed: logical CPUs of this process's affinity; None: query them.
         quota: CPU quota of all local ranks together, in CPUs; None: no limit.
     """
     usable = os.sched_getaffinity(0) if allowed is None else set(allowed)
@@ -80,7 +80,7 @@ def local_plan(rank_gpus: Sequence[str | None] = (None,), local_rank: int = 0) -
 
 
 def _count(cores: int, quota: float | None, ranks: int) -> tuple[int, str]:
-    """Return the threads for `cores` cores, and their limits; `ranks` divide the quota."""
+    """Return the number of threads for `cores` cores, and its limits; `ranks` divide the quota."""
     limits = ""
     if quota is not None and int(quota / ranks) < cores:
         cores = max(int(quota / ranks), 1)
@@ -91,14 +91,15 @@ def _count(cores: int, quota: float | None, ranks: int) -> tuple[int, str]:
 
 
 def _share(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
-    """Return this rank's contiguous part; ranks beyond the number of cores share one."""
+    """Return this rank's contiguous part of the cores; ranks beyond the number of cores share a
+    core."""
     if len(cores) < ranks:
         return [cores[rank % len(cores)]]
     return cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks]
 
 
 def physical_cores(cpus: Iterable[int], sysfs: Path) -> list[tuple[int, ...]]:
-    """Return logical CPUs by physical core, in the order of their first CPU."""
+    """Return the logical CPUs of each physical core, in the order of their first CPU."""
     cores: dict[object, list[int]] = {}
     for cpu in sorted(cpus):
         cores.setdefault(_core_of(cpu, sysfs), []).append(cpu)
@@ -114,8 +115,8 @@ def _core_of(cpu: int, sysfs: Path) -> object:
 
 
 def cache_bytes(sysfs: Path = SYSFS) -> int:
-    """Return the bytes of the largest caches of the CPUs that this process may use, those of every
-    chiplet added up; 0: not reported."""
+    """Return the total size of the last-level caches of the CPUs that this process may use, over
+    all chiplets; 0: not reported."""
     caches: dict[tuple[int, str], int] = {}
     for cpu in os.sched_getaffinity(0):
         for folder in sysfs.glob(f"devices/system/cpu/cpu{cpu}/cache/index[0-9]*"):
@@ -130,15 +131,15 @@ def cache_bytes(sysfs: Path = SYSFS) -> int:
 
 
 def gpu_node(address: str | None, sysfs: Path) -> int | None:
-    """Return the NUMA node of a GPU by PCI address; None: not reported, as on most machines with
-    one node."""
+    """Return the NUMA node of a GPU by PCI address; None if not reported, which is usual on
+    machines with one node."""
     file = sysfs / f"bus/pci/devices/{(address or '').lower()}/numa_node"
     node = int(file.read_text()) if address and file.exists() else -1
     return node if node >= 0 else None
 
 
 def numa_nodes(sysfs: Path) -> dict[int, list[int]]:
-    """Return node → its CPUs; empty if the system has no nodes."""
+    """Return the CPUs of each node; empty if the system has no nodes."""
     files = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
     return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in files}
 

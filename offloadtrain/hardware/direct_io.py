@@ -1,8 +1,8 @@
-"""Files of raw bytes, written and read past the page cache (O_DIRECT) where the disk allows it.
+"""Files of raw bytes, written and read without the page cache (O_DIRECT) if the disk allows it.
 
 In a container the page cache counts against the memory that training needs, and one thread that
-copies into it is slower than the disk. Offsets and lengths are multiples of `BLOCK`; memory starts
-on `MEMORY_ALIGN`, which most devices are content with.
+copies into it is slower than the disk. Offsets and lengths are multiples of `BLOCK`; memory is
+aligned to `MEMORY_ALIGN`, which is enough for most devices.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from pathlib import Path
 from offloadtrain.boundary.safe_open import open_descriptor
 
 BLOCK = 4096
-"""Bytes."""
+"""Alignment of offsets and lengths, in bytes."""
 MEMORY_ALIGN = 512
-"""Bytes."""
+"""Alignment of memory, in bytes."""
 WINDOW_BYTES = 8 << 20
-"""Bytes of one read or write: enough for the disk's full speed with `THREADS` of them at once."""
+"""Bytes of one read or write: `THREADS` concurrent operations of this size reach the disk's full
+speed."""
 THREADS = 4
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
-    """An open file. Several threads may read and write it at once.
+    """An open file. Several threads may read and write it at the same time.
 
     Attributes:
-        direct: the page cache is passed over; false where the file system refuses it.
+        direct: True if the file bypasses the page cache; False if the file system refuses this.
     """
 
     def __init__(self, fd: int) -> None:
@@ -43,11 +44,11 @@ class DirectFile:
 
     @classmethod
     def create(cls, path: Path, num_bytes: int) -> DirectFile:
-        """Make a new file, and reserve its space where the file system can.
+        """Make a new file, and reserve its space if the file system can.
 
         Raises:
-            FileExistsError: `path` exists; a crash-safe writer never overwrites.
-            OSError: the disk is full or failing; the file may remain.
+            FileExistsError: if `path` exists; a crash-safe writer never overwrites.
+            OSError: if the disk is full or fails; the file may remain.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
@@ -55,11 +56,11 @@ class DirectFile:
 
     @classmethod
     def scratch(cls, folder: Path, num_bytes: int) -> DirectFile:
-        """Make a file to read and write that has no name: it ends with its last descriptor and
+        """Make a nameless file for reading and writing. It is deleted with its last descriptor and
         mapping. Its space is reserved.
 
         Raises:
-            OSError: the disk is full or failing.
+            OSError: if the disk is full or fails.
         """
         fd, name = tempfile.mkstemp(prefix=".offloadtrain-", dir=folder)
         os.unlink(name)
@@ -73,7 +74,8 @@ class DirectFile:
         return file
 
     def mapped(self) -> memoryview:
-        """Map all of a scratch file, to read and write, shared with it."""
+        """Map all of a scratch file for reading and writing; the mapping is shared with the
+        file."""
         return memoryview(mmap.mmap(self._fd, self.num_bytes))
 
     @property
@@ -84,20 +86,20 @@ class DirectFile:
         """Write all of `data`: (n,) bytes.
 
         Raises:
-            OSError: the disk is full or failing.
+            OSError: if the disk is full or fails.
         """
         while len(data):
             written = self._retried(partial(os.pwrite, self._fd, data, offset))
             data, offset = data[written:], offset + written
 
     def read(self, into: Sequence[memoryview], offset: int) -> int:
-        """Fill memories of whole blocks, one after the other, as far as the file goes; returns the
-        bytes read."""
+        """Fill memories of whole blocks one after another, up to the end of the file; returns the
+        number of bytes read."""
         done, left = 0, list(into)
         while left:
             num_read = self._retried(partial(os.preadv, self._fd, left, offset + done))
             done += num_read
-            # The end of the file; a read past it would not be aligned.
+            # The end of the file; another read would not be aligned.
             if not num_read or done % BLOCK:
                 break
             left = _unfilled(left, num_read)
@@ -110,7 +112,7 @@ class DirectFile:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # leaves the page cache
 
     def close(self) -> None:
-        """Close it. Idempotent."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -118,8 +120,8 @@ class DirectFile:
     def _reserved(self, num_bytes: int) -> DirectFile:
         try:
             if num_bytes:
-                # One extent where possible, and a full disk is noticed before the first byte.
-                # Before O_DIRECT, which refuses the single bytes that the C library may write.
+                # One extent if possible, and a full disk fails before the first byte. Before
+                # O_DIRECT, which refuses the single bytes that the C library may write.
                 os.posix_fallocate(self._fd, 0, num_bytes)
             # After the open: a file system that refuses O_DIRECT in `open` still makes the file.
             self._set_direct(True)
@@ -129,8 +131,8 @@ class DirectFile:
         return self
 
     def _retried(self, call: Callable[[], int]) -> int:
-        """Call; without O_DIRECT again where a device refuses this memory or length."""
-        # Read before the call: another thread's may be refused, too, and end O_DIRECT meanwhile.
+        """Run `call`; if a device refuses this memory or length, run it again without O_DIRECT."""
+        # Read before the call: a refusal in another thread may turn O_DIRECT off in the meantime.
         direct = self.direct
         try:
             return call()
@@ -152,8 +154,9 @@ class DirectFile:
 
 
 def _reserves(fd: int) -> bool:
-    """Tell whether the file system itself can reserve space. Where it cannot (ext3, some network
-    file systems), the C library would write into every block: everything would be written twice."""
+    """Return True if the file system itself can reserve space. If it cannot (ext3, some network
+    file systems), the C library would write into every block, and everything would be written
+    twice."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if call is None:  # not Linux
         return True
@@ -172,12 +175,12 @@ def _unfilled(memories: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def aligned_buffer(num_bytes: int = WINDOW_BYTES) -> memoryview:
-    """Return memory, a window by default, aligned to pages."""
+    """Return memory aligned to pages; the default size is a window."""
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def windows(lo: int, hi: int) -> Iterator[tuple[int, int]]:
-    """Cut [lo, hi) of a file where its windows begin."""
+    """Divide [lo, hi) of a file at the bounds of its windows."""
     while lo < hi:
         end = min(hi, (lo // WINDOW_BYTES + 1) * WINDOW_BYTES)
         yield lo, end

@@ -1,4 +1,4 @@
-"""What a file system has: its kind, its free space, and locks of files, where it keeps any."""
+"""Properties of a file system: kind, free space, and locks of files if it supports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 def kind_of(folder: Path) -> str:
     """Return the kind, such as "ext4" or "tmpfs", by the longest mount point above the folder; ""
-    where the kernel does not tell."""
+    if the kernel does not report it."""
     mounts, resolved = Path("/proc/self/mountinfo"), folder.resolve()
     best, kind = Path(), ""
     for line in mounts.read_text().splitlines() if mounts.exists() else ():
@@ -30,22 +30,22 @@ def kind_of(folder: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this user may write there."""
+    """Return the number of bytes that this user may write in the folder."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of a network file system that is mounted without locks."""
+"""Errors of a network file system mounted without locks."""
 
 _TRIES, _PAUSE_S = 5, 0.02
 
 
 def lock(fd: int, how: int) -> bool:
-    """Lock an open file as `fcntl.flock` does; return whether this file system keeps locks.
+    """Lock an open file as `fcntl.flock` does; return True if this file system supports locks.
 
     Raises:
-        BlockingIOError: with LOCK_NB, somebody else has it.
+        BlockingIOError: with LOCK_NB, if another process has the lock.
     """
     try:
         fcntl.flock(fd, how)
@@ -57,7 +57,7 @@ def lock(fd: int, how: int) -> bool:
 
 
 def take(fd: int) -> bool:
-    """Take an open file's lock; retry a few times, because readers hold it for microseconds."""
+    """Take an open file's lock; retry a few times, because readers have it for microseconds."""
     for _ in range(_TRIES):
         with suppress(BlockingIOError):
             lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +67,7 @@ def take(fd: int) -> bool:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Return whether the open file is the one that is at `path` now."""
+    """Return True if the open file is currently at `path`."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(fd))
     return False

@@ -1,4 +1,4 @@
-"""The memory the host has left for this process, or is stated to have."""
+"""The memory that the host has for this process, measured or stated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def least_room() -> Room:
 
 
 def has_rlimit() -> bool:
-    """Tell whether this process has a limit of address space or of data (ulimit -v, -d)."""
+    """Return True if this process has a limit of address space or of data (ulimit -v, -d)."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     return any(limit != resource.RLIM_INFINITY for limit in limits)
 
@@ -51,11 +51,11 @@ _FEWEST_BYTES = 128 << 20
 
 
 def require_threads_room() -> None:
-    """Check, before threads are started, what an rlimit leaves. A thread without memory ends before
-    it says that it has begun, for which Python waits for ever.
+    """Check the memory under rlimits before threads are started. A thread without memory ends
+    before it reports its start, and Python waits for this report forever.
 
     Raises:
-        HostMemoryError: too little for the stacks of threads and for what they import.
+        HostMemoryError: if the memory is too small for the stacks of threads and their imports.
     """
     for room in _rlimits():
         if room.num_bytes < _FEWEST_BYTES:
@@ -68,17 +68,18 @@ _REFUSALS = (
     *("Cannot allocate memory", "failed to map segment from shared object"),
     *("can't start new thread", "Resource temporarily unavailable", "could not create a primitive"),
 )
-"""Words of torch, the loader, Python and oneDNN, which have no exception for a refusal."""
+"""Error texts of torch, the loader, Python and oneDNN, which have no exception type for a
+refusal."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether the host refused memory, or a thread, which needs some: by Python, the kernel, a
-    library or the loader. False of an error that says so already."""
+    """Return True if Python, the kernel, a library or the loader could not get host memory, or a
+    thread, which needs memory. Returns False for an error that already reports this."""
     if error is None or isinstance(error, HostMemoryError):
         return False
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    # C code that has returned without its MemoryError; llvmlite, which hides the loader's reason.
+    # C code that returned without its MemoryError; llvmlite, which hides the loader's reason.
     vague = isinstance(error, SystemError) or "load shared object file" in str(error)
     if vague and has_rlimit():
         return True
@@ -89,11 +90,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def refusal(error: object) -> str:
-    """Return, for example, "the host gives no more memory (can't start new thread): 68.0 KiB is
-    available (RLIMIT_AS = 943718400)".
+    """Return a message, for example "the host gives no more memory (can't start new thread): 68.0
+    KiB is available (RLIMIT_AS = 943718400)".
 
     Args:
-        error: for which `is_out_of_memory` is true, or what has happened in words.
+        error: an error for which `is_out_of_memory` is true, or a description of the event.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = next((x for x in lines if any(words in x for words in _REFUSALS)), lines[0])
@@ -111,7 +112,7 @@ def _machine() -> Room:
 
 
 def resident_bytes() -> int | None:
-    """Return the resident memory of this process; None: not known."""
+    """Return the resident memory of this process; None if unknown."""
     with suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_bytes().split()[_RESIDENT])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -134,12 +135,13 @@ def _rlimits() -> Iterator[Room]:
 
 
 def stated_bytes() -> int | None:
-    """Return the host's memory stated in OFFLOADTRAIN_HOST_MEMORY; None: not set.
+    """Return the host's memory stated in OFFLOADTRAIN_HOST_MEMORY; None if not set.
 
-    It is for virtual machines whose memory grows on demand: the kernel knows the current size only.
+    The variable is for virtual machines whose memory grows on demand, because the kernel knows only
+    the current size.
 
     Raises:
-        InputError: it is not a size.
+        InputError: if the value is not a size.
     """
     text = os.environ.get(HOST_MEMORY_VARIABLE, "")
     if not text:

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: a few constants, measured by `offloadtrain doctor` or shipped.
+"""The machine of a plan: a few constants, measured by `offloadtrain doctor` or shipped.
 
 A machine file is TOML with one key per field of `Machine`. Shipped files are in
 `offloadtrain/hardware/machines`; their first line is a title.
@@ -34,46 +34,47 @@ class Machine:
 
     Attributes:
         gpu: torch's name of the device; empty: the CPU computes.
-        gpus: GPUs per host; if the CPU computes, its most ranks.
+        gpus: GPUs per host; if the CPU computes, the largest number of ranks.
         gpu_memory: memory of one GPU, such as "32 GiB"; empty if the CPU computes.
         gpu_reserved: GPU memory unavailable to tensors: context, libraries, fragments.
-        host_memory: of one host.
-        host_reserved: memory of a host that other programs use: on a desktop, its windows.
+        host_memory: memory of one host.
+        host_reserved: memory of a host that other programs use, for example a desktop.
         peak_tflops: dense 16-bit rate of the data sheet, the base of MFU. 0: no MFU.
         bf16_tflops, fp16_tflops, fp32_tflops: sustained rates of products of large matrices.
-        fp8_tflops: of those in FP8, without the casts to it; 0: no such products, or not measured.
+        fp8_tflops: the same in FP8, without the casts to FP8; 0: unsupported or not measured.
         half_width: geometric mean of a weight's sides at which a library's products reach half of
-            that: the rate is `tflops * w / (w + half_width)`.
-        flash_share: rate of flash attention in long sequences, as a share of that of products.
-        flash_half_length: sequence length at which half of that is reached; the default of both is
-            an A100's (FlashAttention-2, arXiv:2307.08691, figures 4 to 6, causal).
-        launch_us: microseconds in which the host launches an operation of the device.
+            these rates: the rate is `tflops * w / (w + half_width)`.
+        flash_share: rate of flash attention in long sequences, as a share of the rate of products.
+        flash_half_length: sequence length with half of this rate. The defaults of both are an
+            A100's (FlashAttention-2, arXiv:2307.08691, figures 4 to 6, causal).
+        launch_us: microseconds that the host needs to launch an operation of the device.
         power_w: power limit of one GPU, in watts; 0: no limit below `full_power_w`.
         full_power_w: power at which the rates above hold. Below it they fall with the square root
-            of the power: it grows with the clock and the square of the voltage, which falls with
-            the clock. The memory's clock stays, and so does the extra time of narrow products.
-        hbm_gbps: of the device's own memory, 10^9 bytes per second, as all below.
-        h2d_gbps, d2h_gbps: of one GPU alone, page-locked.
-        host_link_gbps: of all GPUs of a host together, one way.
-        gpu_link_gbps: of one GPU in a collective among GPUs of its host.
-        node_link_gbps: of one host in a collective among hosts.
+            of the power, which grows with the clock and the square of the voltage, and the voltage
+            falls with the clock. The memory's clock and the extra time of narrow products stay.
+        hbm_gbps: bandwidth of the device's own memory, 10^9 bytes per second, as all rates below.
+        h2d_gbps, d2h_gbps: page-locked copies of a single GPU.
+        host_link_gbps: copies of all GPUs of a host together, one way.
+        gpu_link_gbps: bandwidth of one GPU in a collective among GPUs of its host.
+        node_link_gbps: bandwidth of one host in a collective among hosts.
         dram_gbps: memory bandwidth of all cores together.
         shared_dram_gbps: the same if several ranks divide the cores.
-        numa_nodes: of one host, with GPUs on each. The kernels of a rank are bound to its GPU's
-            node, so a lone rank has the cores and the memory of one.
-        cores: physical, of one host.
+        numa_nodes: nodes of one host, with GPUs on each. The kernels of a rank are bound to its
+            GPU's node, so a single rank has the cores and the memory of one node.
+        cores: physical cores of one host.
         fp32_gparams, split16_gparams, int8_gparams: measured CPU Adam of all cores, 10^9
             parameters per second; 0: derived from `dram_gbps`.
         fp32_copying_gparams, split16_copying_gparams, int8_copying_gparams: the same while
             page-locked copies run both ways; 0: not measured, and copies do not slow Adam.
-        h2d_adam_gbps, d2h_adam_gbps: of those copies; 0: not measured, Adam does not slow them.
-        norm_gparams, accumulate_gparams: the same of the sums of squares of 16-bit gradients, and
-            of these gradients added in fp32.
+        h2d_adam_gbps, d2h_adam_gbps: rates of these copies; 0: not measured, and Adam does not slow
+            them.
+        norm_gparams, accumulate_gparams: rates of sums of squares of 16-bit gradients, and of
+            adding these gradients in fp32.
         disk_gbps: write speed of a checkpoint; 0: unknown.
-        disk_read_gbps, disk_write_gbps: of the drive for state on the disk, each alone, past the
-            page cache; 0: unknown.
-        disk_both_gbps: of both at once, together; 0: each keeps its own.
-        disk_tbw: rating of that drive, in 10^12 bytes written; 0: unknown.
+        disk_read_gbps, disk_write_gbps: rates of the drive for state on the disk, each alone,
+            without the page cache; 0: unknown.
+        disk_both_gbps: sum of both rates at the same time; 0: the rates do not affect each other.
+        disk_tbw: rating of this drive, in 10^12 bytes written; 0: unknown.
     """
 
     gpu: str = ""
@@ -129,7 +130,7 @@ class Machine:
 
     @property
     def host_memory_bytes(self) -> int:
-        """Bytes of a host without those reserved."""
+        """Bytes of a host without the reserved bytes."""
         return max(parse_bytes(self.host_memory) - self.host_reserved_bytes, 0)
 
     @property
@@ -141,11 +142,11 @@ class Machine:
         return not self.gpu
 
     def flops(self, precision: str, width: float) -> float:
-        """Return FLOPs per second of a product with a weight of this width (`half_width`). What
-        narrow products take beside their FLOPs takes as long in FP8.
+        """Return FLOPs per second of a product with a weight of this width (`half_width`). The
+        extra time of narrow products does not shrink in FP8.
 
         Raises:
-            MachineError: it does not compute in this precision.
+            MachineError: if the machine does not compute in this precision.
         """
         best: float = getattr(self, f"{precision}_tflops")
         if not best:
@@ -157,7 +158,7 @@ class Machine:
         return 1e12 * best * width / (width / self._power_share + half_width)
 
     def check_has(self, gpus: int) -> None:
-        """Raises MachineError: it has fewer GPUs, and no other host is linked to it."""
+        """Raise MachineError if the machine has fewer GPUs and no link to other hosts."""
         if gpus > self.gpus and not self.node_link_gbps:
             raise MachineError(
                 f"{gpus} GPUs were requested, but the machine has {self.gpus} on its only host: "
@@ -172,7 +173,7 @@ class Machine:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions it computes in, by key."""
+        """The supported precisions, by key."""
         known: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
         return tuple(p for p in known if getattr(self, f"{p}_tflops"))
 
@@ -190,10 +191,10 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str) -> tuple[str, Machine]:
-    """Return (name, machine) of a shipped machine by name, or a machine file by path.
+    """Return (name, machine) of a shipped machine by name, or of a machine file by path.
 
     Raises:
-        MachineError: neither, or a file that breaks a rule.
+        MachineError: if there is neither, or the file breaks a rule.
     """
     path, files = Path(name), shipped()
     if name in files:

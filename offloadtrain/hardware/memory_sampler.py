@@ -1,11 +1,11 @@
 """Live memory of a rank: samples taken during training, several times a second.
 
 [Note: Sampling without waiting]
-The sampler's thread reads counters: the allocator's own, the driver's through NVML, and files of
-the kernel. None of them waits for the device, and no step waits for the sampler. Tensors that live
-between two samples are in the allocator's own peak, which the training thread resets after each
+The sampler's thread reads counters of the allocator, of the driver through NVML, and files of the
+kernel. None of them waits for the device, and no step waits for the sampler. The allocator's own
+peak includes tensors that live between two samples, and the training thread resets it after each
 step: the peak of a record is the peak of the step so far, and no peak is lost. The kernel has no
-resettable peak of resident memory: peaks shorter than the interval may be missed there.
+resettable peak of resident memory, so host peaks shorter than the interval may be missed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ WITHIN_STEP_S = 0.025
 """Interval inside a sampled step; at most one step in 20 is sampled."""
 
 HOST_S = 1.0
-"""Interval of reading the host's memory under every limit: it costs more than all the rest."""
+"""Interval of reading the host's memory under every limit, which costs more than all other
+reads."""
 
 CURVE_POINTS = 64
 
 
 Sizes: TypeAlias = dict[str, int | None]
-"""A sample in bytes, by names of `schema.MEMORY_QUANTITIES`; None: not known."""
+"""A sample in bytes, by names of `schema.MEMORY_QUANTITIES`; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes on the device; but for `peak` the attributes are `schema.MEMORY_QUANTITIES`.
+    """Bytes on the device. All attributes except `peak` are `schema.MEMORY_QUANTITIES`.
 
     Attributes:
-        peak: most allocated since the step began.
-        free: None: the driver does not say.
+        peak: largest allocated size since the step began.
+        free: None: the driver does not report it.
     """
 
     allocated: int
@@ -55,13 +56,14 @@ class DeviceMemory:
 
 @dataclass(slots=True)
 class Window:
-    """The least, newest and greatest value of each quantity since the last record."""
+    """The smallest, newest and largest value of each quantity since the last record."""
 
     _extremes: dict[str, list[int]] = field(default_factory=dict)
     step: int = 0
 
     def add(self, step: int, sizes: Mapping[str, int | None], peak: int | None = None) -> None:
-        """Add a sample; `peak`: most allocated since the sample before, if the allocator knows."""
+        """Add a sample; `peak`: largest size since the previous sample, if the allocator knows
+        it."""
         self.step = step
         for name, size in sizes.items():
             if size is None:
@@ -92,13 +94,13 @@ class MemorySampler:
     def __init__(
         self, emit: Callable[[schema.Event], None], interval_s: float = INTERVAL_S
     ) -> None:
-        """`emit`: gets a record every RECORD_S, on the sampler's thread."""
+        """`emit` receives a record every RECORD_S, on the sampler's thread."""
         self._emit, self._interval_s = emit, interval_s
         self._window = Window()
         self._step = 0
         self._host_peak = 0
         self._followed: tuple[float, list[tuple[float, int]]] | None = None
-        """When the step that is followed began, and its curve of (ms, bytes)."""
+        """Start of the followed step, and its curve of (ms, bytes)."""
         self._host, self._host_until_s = Sizes(), 0.0
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = StandbyThread("memory-sampler")
@@ -113,18 +115,18 @@ class MemorySampler:
         """Start sampling.
 
         Args:
-            read_device: None: the host is sampled alone.
+            read_device: None: sample only the host.
             each_second: called on the sampler's thread.
         """
         self._read_device, self._pinned, self._each_second = read_device, pinned, each_second
         self._thread.begin(self._run)
 
     def step_begins(self, step: int, *, follow: bool = False) -> None:
-        """Set the step in progress; `follow`: sample it closely."""
+        """Set the current step; with `follow`, sample it closely."""
         self._step = step
         if follow:
             self._followed = time.perf_counter(), []
-            self._wake.set()  # the thread may sleep for longer than the step takes
+            self._wake.set()  # the thread may sleep for longer than the step
 
     def end_step(self) -> tuple[int, schema.StepMemory | None]:
         """Return the peak of resident memory in the step, and its curve if it was followed."""
@@ -137,25 +139,25 @@ class MemorySampler:
         return peak, schema.StepMemory(step=self._step, tier=tier, at_ms=times, kib=sizes)
 
     def close(self) -> None:
-        """End the thread, with a last record if it samples. Idempotent."""
+        """End the thread; if it samples, write a last record. Idempotent."""
         self._ended.set()
         self._wake.set()
-        self._thread.begin(lambda: None)  # unless it samples
-        self._thread.join(timeout=10 * INTERVAL_S)  # no longer: a driver call may hang
+        self._thread.begin(lambda: None)  # no effect if it already samples
+        self._thread.join(timeout=10 * INTERVAL_S)  # not longer, because a driver call may hang
 
     def _run(self) -> None:
         next_record_s = time.monotonic() + RECORD_S
-        while True:  # at least one sample, however soon it ends
+        while True:  # at least one sample, however early it ends
             self._sample()
             if time.monotonic() >= next_record_s:
                 self._emit(self._window.record())
                 next_record_s += RECORD_S
-            # wait for the next sample; a step that is followed ends the wait
+            # wait for the next sample; the start of a followed step ends the wait
             self._wake.wait(self._interval_s if self._followed is None else WITHIN_STEP_S)
             self._wake.clear()
             if self._ended.is_set():
                 break
-        if not self._window.is_empty:  # nothing may have been sampled since the record before
+        if not self._window.is_empty:  # may be empty if no sample followed the previous record
             self._emit(self._window.record())
 
     def _sample(self) -> None:
@@ -174,7 +176,7 @@ class MemorySampler:
 
 
 def sampled(device: DeviceMemory | None, pinned: int | None, host: Sizes) -> Sizes:
-    """Return a sample: this process's resident memory now, and the other sizes as last read."""
+    """Return a sample: this process's current resident memory, and the last known other sizes."""
     sizes = {"rss": host_memory.resident_bytes(), "pinned": pinned, **host}
     if device is not None:
         names = ("allocated", "reserved", "inactive", "free")
@@ -183,7 +185,7 @@ def sampled(device: DeviceMemory | None, pinned: int | None, host: Sizes) -> Siz
 
 
 def _host_sizes() -> Sizes:
-    """Takes half a millisecond."""
+    """Return the sizes of the host's memory; takes half a millisecond."""
     sizes = Sizes()
     with suppress(OSError, ValueError, OffloadTrainError):
         sizes["available"] = max(host_memory.available_bytes(), 0)
@@ -195,7 +197,8 @@ def _host_sizes() -> Sizes:
 
 
 def thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return at most CURVE_POINTS of (ms, bytes), in KiB, each with the most up to its time."""
+    """Return at most CURVE_POINTS of (ms, KiB); each has the largest size of the points that it
+    replaces."""
     group = -(-len(curve) // CURVE_POINTS)
     parts = [curve[i : i + group] for i in range(0, len(curve), group)]
     return [(round(part[-1][0], 1), max(size for _, size in part) >> 10) for part in parts]

@@ -1,7 +1,7 @@
 """NVIDIA GPUs through NVML: the only importer of the module `pynvml`.
 
 Nothing here raises. A missing library or driver, or a refused query, is a state with a reason.
-Devices are known by their UUID: NVML's index is not CUDA's.
+Devices are identified by UUID, because NVML's index differs from CUDA's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NVML_STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as NVML reports it; None: not reported. `index` is NVML's."""
+    """An NVIDIA GPU as NVML reports it; None: not reported. `index` is NVML's index."""
 
     index: int
     name: str
@@ -62,10 +62,10 @@ class Gpu:
 
 
 class Nvml:
-    """NVML after guarded calls.
+    """NVML behind guarded calls.
 
     Attributes:
-        state: "" if every GPU could be opened, otherwise why not.
+        state: "" if every GPU could be opened, otherwise the reason.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Nvml:
         load: Callable[[], Any] = lambda: import_module("pynvml"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`load`: returns the module `pynvml`. `clock`: seconds."""
+        """`load` returns the module `pynvml`; `clock` returns seconds."""
         self._clock = clock
         self._module: Any = None
         self._handles: dict[int, Any] = {}
         self._by_uuid: dict[str, Any] = {}
         self._counted: dict[tuple[int, int], tuple[float, int]] = {}
-        """(GPU, field) → time and value of the counter's last reading."""
+        """Time and value of the last reading of each counter, by (GPU, field)."""
         self.state = self._start(load)
 
     def _start(self, load: Callable[[], Any]) -> str:
@@ -96,7 +96,7 @@ class Nvml:
         return "; ".join(lost) if count else "NVML sees no GPU"
 
     def _open(self, index: int) -> str:
-        """Return why this GPU cannot be queried, "" if it can."""
+        """Return the reason why this GPU cannot be queried, "" if it can."""
         try:
             self._handles[index] = self._module.nvmlDeviceGetHandleByIndex(index)
         except Exception as error:
@@ -122,7 +122,7 @@ class Nvml:
     def sample(self, *, processes: bool = False) -> tuple[GpuSample, ...]:
         """Sample memory, load, power, heat, clock and links; takes about a millisecond per GPU.
 
-        `processes`: also list who has memory on it.
+        With `processes`, also list the processes that have memory on the GPU.
         """
         return tuple(self._sample(i, handle, processes) for i, handle in self._handles.items())
 
@@ -137,7 +137,8 @@ class Nvml:
         )
 
     def memory_free(self, uuid: str) -> int | None:
-        """Return the bytes free on the GPU of this UUID, as the driver says; None: not known."""
+        """Return the free bytes on the GPU with this UUID, as the driver reports them; None if
+        unknown."""
         if uuid not in self._by_uuid:
             named = ((_text(self.ask("nvmlDeviceGetUUID", h)), h) for h in self._handles.values())
             self._by_uuid = dict(named)
@@ -146,8 +147,8 @@ class Nvml:
         return None if memory is None else int(memory.free)
 
     def _rates(self, index: int, handle: Any) -> list[float | None]:
-        """Return the bytes per second the GPU has sent and received since the last sample, over
-        PCIe; and over NVLink, where there is one.
+        """Return the bytes per second that the GPU has sent and received since the last sample,
+        over PCIe, and over NVLink if it exists.
 
         The byte counters are used because NVML's own rate blocks for 20 ms per direction.
         """
@@ -159,7 +160,7 @@ class Nvml:
         return [*rates[:2], *(None if rate is None else 1024 * rate for rate in rates[2:])]
 
     def _rate(self, index: int, value: Any) -> float | None:
-        # 32-bit counters wrap several times a second at the speed of a bus: they are useless.
+        # 32-bit counters are useless: at bus speed they wrap several times a second.
         if value.nvmlReturn != 0 or value.valueType not in _WIDE:
             return None
         now, count = self._clock(), int(value.value.ullVal)
@@ -171,7 +172,7 @@ class Nvml:
         return (count - before[1]) / (now - before[0])
 
     def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
-        """List the processes that compute on the GPU, the largest first."""
+        """List the processes that compute on the GPU, largest first."""
         running = self.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
         listed = [
             GpuProcess(pid=int(process.pid), num_bytes=process.usedGpuMemory) for process in running

@@ -1,6 +1,6 @@
 """Peak rates of GPUs: dense 16-bit tensor-core FLOPs per second, by device name.
 
-From NVIDIA's data sheets; with fp32 accumulation, which training uses (GeForce cards run it at half
+From NVIDIA's data sheets, with fp32 accumulation, which training uses (GeForce cards run it at half
 the advertised rate), and without sparsity.
 """
 
@@ -83,7 +83,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         device_name: torch's name; memory size and form factor may follow the listed name.
         precision: "bf16", "fp16" or "fp32".
     """
-    if precision == "fp32" or "Laptop" in device_name:  # a laptop's chip is another one
+    if precision == "fp32" or "Laptop" in device_name:  # a laptop's chip is different
         return None
     fitting = [name for name in _TERAFLOPS if _begins_with(device_name, name)]
     return 1e12 * _TERAFLOPS[max(fitting, key=len)] if fitting else None
@@ -95,7 +95,7 @@ _WITH_FP8 = re.compile(
 
 
 def has_fp8(device_name: str) -> bool:
-    """Return whether a GPU of this name has compute capability 8.9 or later (Ada, Hopper)."""
+    """Return True if a GPU with this name has compute capability 8.9 or later (Ada, Hopper)."""
     return _WITH_FP8.match(device_name) is not None
 
 

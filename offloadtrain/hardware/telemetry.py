@@ -35,10 +35,10 @@ class SystemInfo:
     """The machine of a run.
 
     Attributes:
-        cores_usable: cores this process may use, by affinity and cgroup quota.
-        host_memory_bytes: installed memory, or the least limit of the cgroups above this process.
+        cores_usable: cores that this process may use, by affinity and cgroup quota.
+        host_memory_bytes: installed memory, or the smallest limit of the cgroups of this process.
         torch: version, "" if it is not installed.
-        gpu_state: "" if the GPUs could be queried, otherwise why not.
+        gpu_state: "" if the GPUs could be queried, otherwise the reason.
     """
 
     host: str
@@ -128,7 +128,7 @@ class Sampler:
 
 
 def host_memory_bytes() -> int:
-    """Return the installed or stated memory, or the least limit of the cgroups above this process;
+    """Return the installed or stated memory, or the smallest limit of the cgroups of this process;
     0: unknown."""
     total = stated_bytes() or _or_default(lambda: psutil.virtual_memory().total, 0)
     limits = cgroup.memory_limits(_CGROUPS, _PROC / "self/cgroup")

@@ -2,13 +2,13 @@
 
 [Note: Waiting]
 torch divides each operation among its threads, thousands of times per step, and the first thread to
-finish waits for the others. OpenMP lets it spin for milliseconds, which is fastest if each thread
-has its own core. If another program occupies a core, the thread on that core is always late, and
-the spinning threads take the CPU time it needs. Sleeping threads do not. The load is therefore
-measured before the run. With fewer idle cores than threads, the threads sleep while they wait
-(OMP_WAIT_POLICY, which OpenMP reads once, when it is loaded). The number of threads does not
-change, since bits depend on it: two runs of a job are identical on a busy machine too. A program
-started later only slows the run down, and raises the alert "slower".
+finish waits for the others. OpenMP lets this thread spin for milliseconds, which is fastest if each
+thread has its own core. If another program occupies a core, the thread on that core is always late,
+and the spinning threads take the CPU time that it needs. Sleeping threads do not. Therefore the
+load is measured before the run. With fewer idle cores than threads, the threads sleep while they
+wait (OMP_WAIT_POLICY, which OpenMP reads once, when it is loaded). The number of threads does not
+change, because bits depend on it: two runs of a job are identical also on a busy machine. A program
+that starts later only slows the run down, and raises the alert "slower".
 
 Measured by `python -m benchmarks.demo_under_load`; see docs/load.md.
 """
@@ -25,14 +25,15 @@ from offloadtrain.hardware import cpus
 
 WINDOW_S = 0.2
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""A user's own settings take precedence."""
+"""If the user sets one of these, the policy does not change."""
 _NOISE, _SPARE = 0.1, 1 / 3
-"""Shares of a core: less is not a program; tolerated shortage."""
+"""Shares of a core: loads below `_NOISE` are not a program; `_SPARE` is the tolerated shortage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """`cores`: physical cores this process may use; `busy`: cores other programs use."""
+    """`cores` is the number of physical cores that this process may use, `busy` the cores in use by
+    others."""
 
     cores: int
     busy: float
@@ -65,7 +66,7 @@ def choose(
 
     Args:
         threads: torch's threads in the job; 0: not set.
-        look: None: choose nothing.
+        look: measures the load; None: do not change the policy.
         quota: CPU quota in CPUs; None: no limit.
     """
     if variable := next((name for name in VARIABLES if name in environ), ""):
@@ -88,7 +89,7 @@ def _first_number(text: str) -> int:
 
 
 def _ticks(stat: Path) -> dict[int, tuple[int, int]]:
-    """CPU → (idle, all) ticks since boot; waiting for a disk is idle."""
+    """Return (idle, all) ticks since boot for each CPU; waiting for a disk counts as idle."""
     ticks_by_cpu = {}
     for line in stat.read_text().splitlines():
         name, *fields = line.split()

@@ -1,12 +1,12 @@
 """Attention within the documents of packed rows.
 
 [Note: Packed documents]
-A token attends to tokens of its own document only. There are two ways. A mask, `document_bias`, is
-added to the scores of all pairs in a row: torch computes them all, with its memory-efficient
-kernel. Variable-length attention computes the pairs within documents only: the rows are laid end
-to end, and `document_bounds` says where documents begin. It runs as torch's flash attention where
-that has a kernel, in 16 bits on a GPU of compute capability 8.0 and above, and elsewhere as one
-call per document. The results of the two ways differ by rounding.
+A token attends only to tokens of its own document. There are two implementations. The first adds a
+mask, `document_bias`, to the scores of all pairs in a row: torch computes all pairs, with its
+memory-efficient kernel. The second, variable-length attention, computes only the pairs within
+documents: the rows are concatenated, and `document_bounds` lists the starts of documents. It uses
+torch's flash attention if a kernel exists (16 bits on a GPU of compute capability 8.0 or higher),
+and otherwise one call per document. The results of the two implementations differ by rounding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def document_bias(positions_BT: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
-    """Return the bias of the scores of attention within documents, (B, 1, T, T): 0 where a token
-    attends to another, else -inf.
+    """Return the bias of the scores of attention within documents, (B, 1, T, T): 0 if a token
+    attends to the other token, else -inf.
 
-    Made once and shared by all layers: as a boolean mask, each would keep a converted copy for
+    All layers share one bias. With a boolean mask, each layer would store a converted copy for
     backward.
     """
     document_BT = (positions_BT == 0).cumsum(1)
@@ -36,11 +36,11 @@ def document_bias(positions_BT: Tensor, dtype: torch.dtype, *, causal: bool = Tr
 
 
 def document_bounds(positions_BT: Tensor) -> Tensor:
-    """Return where documents begin in the rows laid end to end, and the end of the last one:
+    """Return the starts of documents in the concatenated rows, and the end of the last document:
     (documents + 1,) int32, on the device of the positions.
 
-    A document begins with each row, and where a position is 0. On a GPU this waits for the device,
-    once in a forward. Tensors without values (fake, meta) count as one document per row.
+    A document begins at the start of each row and at each position 0. On a GPU this waits for the
+    device, once per forward. Tensors without values (fake, meta) count as one document per row.
     """
     rows, seq_len = positions_BT.shape
     if _has_no_values(positions_BT):
@@ -64,9 +64,9 @@ def attend_documents(
 
     Args:
         q_BNTH, k_BKTH, v_BKTH: K divides N.
-        bounds: those of `document_bounds`.
-        causal: a token attends to itself and those before it; False: to its whole document.
-        scale: of the scores; None: 1 / sqrt(H).
+        bounds: the result of `document_bounds`.
+        causal: a token attends to itself and earlier tokens; False: to its whole document.
+        scale: factor of the scores; None: 1 / sqrt(H).
     """
     rows, _, seq_len, _ = q_BNTH.shape
     shared = k_BKTH.shape[1] != q_BNTH.shape[1]
@@ -74,7 +74,7 @@ def attend_documents(
         return F.scaled_dot_product_attention(
             q_BNTH, k_BKTH, v_BKTH, is_causal=causal, scale=scale, enable_gqa=shared
         )
-    # S = B * T: the rows end to end.
+    # S = B * T: the concatenated rows.
     q_SNH, k_SKH, v_SKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
     if (varlen_attn := _flash_kernel(q_BNTH, v_BKTH)) is not None:
         mixed_SNH = varlen_attn(
@@ -114,13 +114,13 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def _flash_kernel(q_BNTH: Tensor, v_BKTH: Tensor) -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`, if it computes these queries with these values."""
+    """Return torch's `varlen_attn` if it supports these queries and values."""
     width, in_16_bits = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
     if not q_BNTH.is_cuda or not in_16_bits or width % 8 or width > 256:
         return None
-    if v_BKTH.shape[-1] != width:  # narrower ones, as of DeepSeek-V3
+    if v_BKTH.shape[-1] != width:  # narrower values, for example in DeepSeek-V3
         return None
-    # With shared key/value heads and windows from torch 2.12 on.
+    # Shared key/value heads and windows need torch 2.12 or later.
     if torch.__version__ < "2.12" or torch.cuda.get_device_capability(q_BNTH.device) < (8, 0):
         return None
     from torch.nn.attention.varlen import varlen_attn

@@ -1,26 +1,26 @@
-"""Mixture of experts: a router chooses MLPs for each token; Switch Transformer one, GShard two.
+"""Mixture of experts: a router chooses MLPs for each token (Switch Transformer one, GShard two).
 
 [Note: Experts]
-Every token gets all experts that it chose: none has a capacity, and no token is dropped. Tokens are
-sorted by expert, so that each expert multiplies one range of rows: as one grouped product, or where
-the device has none, as a product per expert.
+Every token reaches all experts that it chose: experts have no capacity, and no token is dropped.
+Tokens are sorted by expert, so that each expert multiplies one range of rows: in one grouped
+product, or in one product per expert if the device has no grouped product.
 
-Nothing here adds to one address from two places, neither forward nor backward: rows are permuted,
-and the experts of a token are summed in the order of its choice. The same inputs therefore give the
-same bits on every run, also when recompute runs a block again.
+No operation here adds to one address from two places, neither in forward nor in backward: rows are
+permuted, and the experts of a token are summed in the order of its choice. Therefore the same
+inputs give the same bits on every run, and also in recompute.
 
 [Note: Experts of other ranks]
-With expert parallelism a rank holds E / R of the experts, in the order of ranks, and every rank has
-its own tokens. Rows sorted by expert are sorted by rank, too. First all ranks of the group exchange
-the number of rows per expert; the host waits for it, since it sets the sizes of messages. Then the
-rows go to the ranks of their experts. These sort the received rows by expert; the rows of an expert
-stay in the order of the ranks that sent them. The results go back the same way. The order of rows,
-and therefore every bit, depends on the tokens only. All ranks run every layer, forward and
-backward, also ranks without a row for their experts.
+With expert parallelism a rank has E / R of the experts, in the order of ranks, and its own tokens.
+Rows sorted by expert are also sorted by rank. First all ranks of the group exchange the number of
+rows per expert. The host waits for these numbers, because they set the sizes of messages. Then the
+rows go to the ranks of their experts. These ranks sort the received rows by expert; the rows of an
+expert stay in the order of the ranks that sent them. The results return the same way. The order of
+rows, and therefore every bit, depends only on the tokens. All ranks run every layer, forward and
+backward, even if a rank receives no rows.
 
 Shape suffixes: N tokens, D d_model, E experts, K experts per token, M = N · K rows of experts, U
-outputs of `up`, F ff_width, R ranks that hold different experts, L = E / R experts of a rank, S
-rows that arrive there.
+outputs of `up`, F ff_width, R ranks with different experts, L = E / R experts of a rank, S rows
+that arrive at a rank.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model.layers import Linear, activated
 
 _GROUPED_BYTES = 16
-"""Grouped products read rows of a multiple of these bytes."""
+"""The size of a row in grouped products is a multiple of this number of bytes."""
 
 
 class TokenExchange(Protocol):
     """Sends rows to the ranks of their experts; see [Note: Experts of other ranks]."""
 
     def counts(self, counts_E: Tensor) -> Tensor:
-        """Return how many rows each rank has for each expert of this one, (R, L); a collective.
+        """Return the number of rows that each rank has for each expert of this rank, (R, L);
+        collective.
 
         Args:
-            counts_E: how many rows this rank has for each expert of all.
+            counts_E: number of rows of this rank for each expert.
         """
         ...
 
     def rows(self, rows_MD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows and return those that arrive, (S, D), in the order of ranks; a collective,
-        also of backward.
+        """Send rows and return the rows that arrive, (S, D), in the order of ranks. Forward and
+        backward are collective.
 
         Args:
-            sent, received: rows to and from each rank.
+            sent, received: number of rows to and from each rank.
         """
         ...
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, and the experts that it weighs."""
+    """A router and its experts."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -71,11 +72,12 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(shape)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of each token's experts, (B, T, D), and the load-balancing loss,
-        fp32: 1 where all experts are chosen alike, and at most the number of experts.
+        """Return the weighted sum of each token's experts, (B, T, D), and the load-balancing loss
+        in fp32: 1 if all experts are chosen equally often, and at most the number of experts.
 
-        A token's weights are the router's probabilities of its experts. Those of two experts or
-        more are divided by their sum; one expert keeps its own, through which the router learns.
+        The weights of a token are the router's probabilities of its experts. With two or more
+        experts per token, they are divided by their sum. With one expert, the probability stays as
+        it is, so that the router learns from it.
         """
         x_ND = x_BTD.flatten(0, 1)
         probs_NE = torch.softmax(self.router(x_ND).float(), dim=-1)
@@ -85,7 +87,7 @@ class MixtureOfExperts(nn.Module):
         order_M = experts_NK.flatten().argsort(stable=True)
         ends_E = _ends(experts_NK.flatten()[order_M], probs_NE.shape[1])
         place_M = _inverse(order_M)
-        # One name for all rows: they are large, and each is freed when the next is there.
+        # All rows use one name: they are large, and each tensor is freed when the next one exists.
         rows_MD = x_ND[:, None].expand(-1, self.chosen, -1).reshape(-1, x_ND.shape[1])
         rows_MD = _permuted(rows_MD, order_M, place_M)
         rows_MD = self.experts(rows_MD, ends_E)
@@ -117,13 +119,13 @@ class Experts(nn.Module):
         """
         if self.exchange is None:
             return self._computed(rows_MD, self.up, self.down, ends_E)
-        if rows_MD.is_meta:  # only the shape is asked for: no rank has a row to send
+        if rows_MD.is_meta:  # only the shape is needed: no rank has rows to send
             return torch.empty_like(rows_MD)
         counts_RL = self.exchange.counts(_counts(ends_E))
-        # Waits for the device: sizes of messages are the host's.
+        # Waits for the device, because the host needs the sizes of messages.
         sent = _counts(ends_E).view(len(counts_RL), -1).sum(1).tolist()
         received = counts_RL.sum(1).tolist()
-        # One name, as in `MixtureOfExperts`.
+        # All rows use one name, as in `MixtureOfExperts`.
         rows_SD = self.exchange.rows(rows_MD, sent, received)
         numbers_RL = torch.arange(counts_RL.shape[1], device=rows_MD.device).expand_as(counts_RL)
         order_S = numbers_RL.flatten().repeat_interleave(counts_RL.flatten()).argsort(stable=True)
@@ -156,8 +158,9 @@ def grouped_linear(rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tenso
 
 
 def has_grouped_products(weight_EUD: Tensor) -> bool:
-    """Return whether torch multiplies groups of rows by these weights: from torch 2.10, on the CPU
-    and on GPUs of compute capability 8.0, and matrices whose sides are multiples of 16 bytes."""
+    """Return True if torch has a grouped product for these weights: torch 2.10 or later, the CPU or
+    a GPU of compute capability 8.0 or higher, and matrices whose sides are multiples of 16
+    bytes."""
     sides = (side * weight_EUD.itemsize % _GROUPED_BYTES for side in weight_EUD.shape[1:])
     if not hasattr(F, "grouped_mm") or any(sides):
         return False
@@ -166,7 +169,7 @@ def has_grouped_products(weight_EUD: Tensor) -> bool:
 
 
 class _ByExpert(torch.autograd.Function):
-    """`grouped_linear` in a product per expert. Reads the ranges from the device, which waits."""
+    """Run `grouped_linear` as one product per expert. Waits for the device to read the ranges."""
 
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tensor:
@@ -185,7 +188,7 @@ class _ByExpert(torch.autograd.Function):
         grad_MD, grad_EUD = torch.empty_like(rows_MD), torch.empty_like(weight_EUD)
         for expert, (lo, hi) in enumerate(ctx.ranges):
             torch.mm(grad_MU[lo:hi], weight_EUD[expert], out=grad_MD[lo:hi])
-            # Of an expert without tokens: zeros.
+            # An expert without tokens has zero gradients.
             torch.mm(grad_MU[lo:hi].T, rows_MD[lo:hi], out=grad_EUD[expert])
         return grad_MD, grad_EUD, None
 
@@ -204,13 +207,13 @@ class _Permuted(torch.autograd.Function):
 
 
 def _permuted(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
-    """Return `rows_MD[order_M]`; `place_M`: the inverse permutation. The backward of torch's own
-    indexing does not know that no row comes twice: it adds, atomically on a GPU."""
+    """Return `rows_MD[order_M]`; `place_M` is the inverse permutation. The backward of torch's own
+    indexing does not know that all rows are distinct: it adds rows, with atomics on a GPU."""
     return cast(Tensor, _Permuted.apply(rows_MD, order_M, place_M))  # type: ignore[no-untyped-call]
 
 
 def _inverse(order_M: Tensor) -> Tensor:
-    """Return the place of each row in another order of them, (M,)."""
+    """Return the position of each row in another order of the rows, (M,)."""
     place_M = torch.empty_like(order_M)
     return place_M.scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
@@ -220,7 +223,7 @@ def _counts(ends_E: Tensor) -> Tensor:
 
 
 def _ends(sorted_M: Tensor, experts: int) -> Tensor:
-    """Return for each expert how many rows it and those before it have, (E,), int32."""
+    """Return the cumulative number of rows over experts, (E,), int32."""
     numbers_E = torch.arange(experts, device=sorted_M.device)
     return torch.searchsorted(sorted_M, numbers_E, right=True, out_int32=True)
 

@@ -1,4 +1,4 @@
-"""A language model as training, evaluation and sampling see it, whatever made it."""
+"""The interface of a language model for training, evaluation and sampling."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def generate(
 ) -> Tensor:
     """Return the prompt followed by `num_tokens` sampled tokens, (B, T + num_tokens) int64.
 
-    The model sees at most its last `max_seq_len` tokens; it runs in evaluation mode and is left
-    in the mode it was in.
+    The model sees at most its last `max_seq_len` tokens. It runs in evaluation mode and returns to
+    its previous mode afterwards.
 
     Args:
         tokens_BT: the prompt, at least one token, on the device of the model.
@@ -57,9 +57,9 @@ def generate(
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Run compiled layers as they were: each token makes a sequence of another length, and the
-    compiler would make code for several of them. Where nobody has imported it, nothing is
-    compiled."""
+    """Run compiled layers without compilation. Each token changes the length of the sequence, and
+    the compiler would generate code for several lengths. If the compiler is not imported, nothing
+    is compiled."""
     imported = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if imported else nullcontext()
 
@@ -77,7 +77,8 @@ def _choose(
     probabilities_BV = torch.softmax(logits_BV / temperature, dim=1)
     if top_p < 1.0:
         sorted_BV, order_BV = probabilities_BV.sort(dim=1, descending=True)
-        # A token stays if those before it do not reach the sum: the likeliest always does.
+        # A token stays if the sum of the previous tokens is below top_p: the most likely token
+        # always stays.
         beyond_BV = sorted_BV.cumsum(dim=1) - sorted_BV >= top_p
         probabilities_BV = probabilities_BV.scatter(
             1, order_BV, sorted_BV.masked_fill(beyond_BV, 0.0)
@@ -87,7 +88,7 @@ def _choose(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The choice of the next token; see `generate`."""
+    """Return the next token; see `generate`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -96,10 +97,12 @@ class Sampling:
 
 
 class LanguageModel(Protocol):
-    """Attributes:
-    module: the trained model.
-    vocab_size: above every token.
-    max_seq_len: longest sequence that it was made for.
+    """The interface of a language model.
+
+    Attributes:
+        module: the trained model.
+        vocab_size: larger than every token.
+        max_seq_len: longest sequence that the model supports.
     """
 
     @property
@@ -117,7 +120,7 @@ class LanguageModel(Protocol):
         positions_BT: Tensor | None = None,
         divisor: float | None = None,
     ) -> Tensor:
-        """Return the loss, fp32; in training with the model's own auxiliary losses.
+        """Return the loss in fp32, in training with the auxiliary losses of the model.
 
         Args:
             targets_BT, positions_BT, divisor: see `Transformer.forward`.
@@ -125,14 +128,14 @@ class LanguageModel(Protocol):
         ...
 
     def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
-        """Return the prompt followed by at most `num_tokens` tokens; torch's global generators and
-        the model's mode are left as they were."""
+        """Return the prompt followed by at most `num_tokens` tokens. torch's global generators and
+        the model's mode do not change."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """Our transformer as a `LanguageModel`."""
+    """The project's transformer as a `LanguageModel`."""
 
     module: Transformer
 
@@ -160,7 +163,7 @@ class OwnModel:
         """See `LanguageModel.generate`.
 
         Raises:
-            ConfigError: it is an encoder.
+            ConfigError: if the model is an encoder.
         """
         if not self.module.shape.is_causal:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Layers without weights drawn at construction, rotary positions, and random numbers of one rank.
+"""Layers without weights drawn at construction, rotary positions, and random numbers per rank.
 
 Rotary position embedding (RoFormer, arXiv:2104.09864) has the half-split form of Llama.
 """
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose weights are drawn by `Transformer.init_weights` only."""
+    """`nn.Linear` without initialization; only `Transformer.init_weights` draws its weights."""
 
     def reset_parameters(self) -> None:
-        """Leave the memory uninitialised, and torch's global generator untouched."""
+        """Leave the memory uninitialised, and torch's global generator unchanged."""
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` whose weights are drawn by `Transformer.init_weights` only."""
+    """`nn.Embedding` without initialization; only `Transformer.init_weights` draws its weights."""
 
     def reset_parameters(self) -> None:
-        """Leave the memory uninitialised, and torch's global generator untouched."""
+        """Leave the memory uninitialised, and torch's global generator unchanged."""
 
 
 def activated(up: Tensor, *, gated: bool) -> Tensor:
-    """Return GELU (tanh form, as GPT-2) of (…, F), or SwiGLU (arXiv:2002.05202) of (…, 2·F), whose
-    first half is the gate."""
+    """Return GELU (tanh form, as in GPT-2) of (…, F), or SwiGLU (arXiv:2002.05202) of (…, 2·F),
+    whose first half is the gate."""
     if not gated:
         return F.gelu(up, approximate="tanh")
     gate, value = up.chunk(2, dim=-1)
@@ -41,11 +41,11 @@ def activated(up: Tensor, *, gated: bool) -> Tensor:
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of every position, fp32 whatever the dtype of the model.
+    """Cosines and sines of every position, fp32 for every dtype of the model.
 
-    Not part of the state dict. They survive `model.to(dtype)` unrounded, because the angles of
-    late positions need more than 8 or 11 bits, and `to_empty` after construction on the meta
-    device fills them.
+    They are not part of the state dict. `model.to(dtype)` does not round them, because the angles
+    of late positions need more than 8 or 11 bits. After construction on the meta device, `to_empty`
+    fills them.
     """
 
     cos_TP: Tensor
@@ -59,13 +59,14 @@ class RotaryTables(nn.Module):
         self.register_buffer("sin_TP", sin_TP, persistent=False)
 
     def forward(self, seq_len: int, positions_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the first positions, (T, P), or of the given ones, (B, 1, T, P)."""
+        """Return cos and sin of the first positions, (T, P), or of `positions`, (B, 1, T, P)."""
         if positions_BT is None:
             return self.cos_TP[:seq_len], self.sin_TP[:seq_len]
         return self.cos_TP[positions_BT][:, None], self.sin_TP[positions_BT][:, None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply `fn`, then recompute buffers lost to a dtype conversion or the meta device."""
+        """Apply `fn`, then recompute the buffers that a dtype conversion or the meta device
+        lost."""
         was_meta = self.cos_TP.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         now = self.cos_TP
@@ -85,9 +86,8 @@ def rotary_tables(
 
 
 def rotate(x_BNTH: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-    """Rotate pair (i, i + P) of each head by its position's angle, in fp32; dtype of `x` kept.
-
-    The tables may be of each sequence, (B, 1, T, P).
+    """Rotate pair (i, i + P) of each head by the angle of its position, in fp32; returns the dtype
+    of `x`. The tables may differ per sequence, (B, 1, T, P).
     """
     first_BNTP, second_BNTP = x_BNTH.float().chunk(2, dim=-1)
     rotated_BNTH = torch.cat(
@@ -108,7 +108,7 @@ def own_draws(part: int | None, device: torch.device) -> Iterator[None]:
     """Draw different random numbers on each part inside the context; None: change nothing.
 
     Outside the context all parts draw the same numbers. Inside, the generators are seeded with a
-    number that is drawn outside, so that recompute draws the same numbers again.
+    number drawn outside, so that recompute draws the same numbers again.
     """
     if part is None:
         yield

@@ -1,22 +1,23 @@
 """Cross-entropy in fp32, a piece at a time: of logits, or of hidden states and the head's weight.
 
-`torch.nn.functional.cross_entropy` on `logits.float()` holds two fp32 copies of the logits for
-backward: with 8192 tokens and a vocabulary of 128256 that is 8 GiB. Here only the original logits
-are saved for backward, which recomputes the softmax, and fp32 copies exist for a few rows at a
+`torch.nn.functional.cross_entropy` on `logits.float()` saves two fp32 copies of the logits for
+backward: 8 GiB with 8192 tokens and a vocabulary of 128256. This module saves only the original
+logits for backward, which recomputes the softmax, and makes fp32 copies of only a few rows at a
 time.
 
 [Note: Parts of the vocabulary]
-Logits of 8192 tokens over 128256 classes are 2 GiB in 16 bits, and their gradient as much again.
-`linear_cross_entropy` never holds them as a whole. Forward makes the logits of a part of the
-classes, adds them to a running logsumexp and drops them; backward makes them a second time: one
-more product of the head buys both. Parts of the classes, not of the tokens: each row of the head's
-weight then gets its gradient from one product over all tokens, as it does without parts, and only
+Logits of 8192 tokens over 128256 classes take 2 GiB in 16 bits, and their gradient takes the same.
+`linear_cross_entropy` never stores all of them. Forward computes the logits of a part of the
+classes, adds them to a running logsumexp and frees them. Backward computes them again, at the cost
+of one more product of the head. The parts divide the classes and not the tokens. Therefore each row
+of the head's weight gets its gradient from one product over all tokens, as without parts, and only
 the gradient of the hidden states is summed over parts, in fp32. The loss scale reaches every
-product, since gradients are made in backward.
+product, because backward computes the gradients.
 
 [Note: Pieces in a trace]
-Fake tensors of a trace are the CPU's, and may stand for those of another device, whose pieces have
-another size. A trace also need not run every piece: all but the last of a loss do the same.
+Fake tensors of a trace are on the CPU. They may stand for tensors of another device, where pieces
+have a different size. A trace also need not run every piece: all pieces except the last do the same
+work.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _stands_for_cpu: ContextVar[bool] = ContextVar("the CPU's tensors are the CPU's"
 
 
 def pieces_of_cpu(tensor: Tensor) -> bool:
-    """Return whether a loss of this tensor is computed in pieces of the size for a CPU."""
+    """Return True if the loss of this tensor uses the piece size of a CPU."""
     return tensor.device.type == "cpu" and _stands_for_cpu.get()
 
 
 @contextmanager
 def cpu_stands_for(*, on_cpu: bool) -> Iterator[None]:
-    """Let the CPU's tensors of this thread stand for another device's, unless `on_cpu`."""
+    """Treat the CPU tensors of this thread as tensors of another device, unless `on_cpu`."""
     token = _stands_for_cpu.set(on_cpu)
     try:
         yield
@@ -58,7 +59,8 @@ class Few(Protocol):
     """Replaces a loop over pieces. All pieces except the last have the same size."""
 
     def each(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
-        """Yield some of the pieces; nothing that the others make would be alive after them."""
+        """Yield some of the pieces; the results of the skipped pieces would be freed after each
+        piece."""
 
     def made(self, pieces: Sequence[Piece], make: Callable[[Piece], Tensor]) -> list[Tensor]:
         """Return a tensor for every piece."""
@@ -68,7 +70,7 @@ _few: ContextVar[Few | None] = ContextVar("every piece runs", default=None)
 
 
 def each(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces of a loss, all but the last of one size."""
+    """Yield the pieces of a loss; all pieces except the last have the same size."""
     few = _few.get()
     yield from pieces if few is None else few.each(list(pieces))
 
@@ -81,7 +83,7 @@ def made_of_each(pieces: Iterable[Piece], make: Callable[[Piece], Tensor]) -> li
 
 @contextmanager
 def few_stand_for_all(few: Few) -> Iterator[None]:
-    """Let it choose the pieces that run in this thread."""
+    """Let `few` choose the pieces that run in this thread."""
     token = _few.set(few)
     try:
         yield
@@ -99,7 +101,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, divisor: float | None = 
     """Return the sum over N of logsumexp(logits) - logits[target] / divisor, an fp32 scalar.
 
     Args:
-        logits_NV: any floating dtype; the gradient comes back in the same dtype.
+        logits_NV: any floating dtype; the gradient has the same dtype.
         targets_N: int64 class numbers in [0, V); with a divisor also `IGNORED`.
         divisor: default: N, so that the loss is the mean, and no target may be `IGNORED`.
     """
@@ -164,11 +166,11 @@ def linear_cross_entropy(
     smoothing (Szegedy et al. 2016) and z the weight of the z-loss (Chowdhery et al. 2022).
 
     Args:
-        hidden_ND, weight_VD, bias_V: one floating dtype; logits are rounded to it, as a linear
-            layer's are, and everything else is fp32.
+        hidden_ND, weight_VD, bias_V: one floating dtype; logits are rounded to it, as in a linear
+            layer, and everything else is fp32.
         targets_N: int64 class numbers in [0, V), or `IGNORED`.
-        divisor: of the sum over counted tokens. Default: their number, so that the loss is their
-            mean; without any, 0.
+        divisor: divides the sum over counted tokens. Default: the number of counted tokens, so that
+            the loss is the mean, or 0 without counted tokens.
     """
     options = (divisor, label_smoothing, z_loss)
     loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, *options)  # type: ignore[no-untyped-call]
@@ -198,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             right_N += _at_targets(logits_NP, targets_N, lo)
             if smoothing:
                 all_N += logits_NP.sum(1)
-            del logits_NP  # before the next part's are made
+            del logits_NP  # before the logits of the next part exist
         losses_N = sum_N - (1 - smoothing) * right_N - smoothing / len(weight_VD) * all_N
         losses_N += z_loss * sum_N.square()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, sum_N)
@@ -230,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(rounded_NP.T, hidden_ND, out=grad_VD[lo:hi])
             if grad_ND is not None:
                 grad_ND += rounded_NP @ weight_VD[lo:hi]
-            del grad_NP, rounded_NP  # before the next part's are made
+            del grad_NP, rounded_NP  # before the gradients of the next part exist
         grad_hidden = None if grad_ND is None else grad_ND.to(hidden_ND.dtype)
         return grad_hidden, grad_VD, grad_V, None, None, None, None
 
@@ -245,13 +247,13 @@ def parts(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[tuple[int, int]]:
 def _logits(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, lo: int, hi: int
 ) -> Tensor:
-    """Return a part's logits (N, P), fp32, rounded to the dtype of the head before."""
+    """Return the logits of a part, (N, P), in fp32 after rounding to the dtype of the head."""
     bias_P = None if bias_V is None else bias_V[lo:hi]
     return torch.nn.functional.linear(hidden_ND, weight_VD[lo:hi], bias_P).float()
 
 
 def _at_targets(logits_NP: Tensor, targets_N: Tensor, lo: int) -> Tensor:
-    """Return each token's logit of its target, 0 where another part has it."""
+    """Return the target logit of each token, 0 if the target is in another part."""
     columns_N = targets_N - lo
     here_N = (columns_N >= 0) & (columns_N < logits_NP.shape[1])
     logits_N1 = logits_NP.gather(1, columns_N.clamp(0, logits_NP.shape[1] - 1)[:, None])
@@ -259,7 +261,7 @@ def _at_targets(logits_NP: Tensor, targets_N: Tensor, lo: int) -> Tensor:
 
 
 def _subtract_targets(grad_NP: Tensor, targets_N: Tensor, lo: int, amount: float) -> None:
-    """Subtract `amount` at each token's target, where this part has it."""
+    """Subtract `amount` at the target of each token if the target is in this part."""
     columns_N = targets_N - lo
     here_N = (columns_N >= 0) & (columns_N < grad_NP.shape[1])
     columns_N1 = columns_N.clamp(0, grad_NP.shape[1] - 1)[:, None]

@@ -30,16 +30,16 @@ class Transformer(nn.Module):
     """Embedding, `blocks`, final norm and head, which may be tied to the embedding.
 
     Attributes:
-        chunked_loss: with targets, logits are made for a part of the vocabulary at a time: set it
-            to the terms of that loss.
-        varlen_attention: attention within documents computes their own pairs only; False: it hides
-            the others with a mask. See [Note: Packed documents] in `documents.py`.
+        chunked_loss: the terms of the loss; if set, the loss computes logits for a part of the
+            vocabulary at a time.
+        varlen_attention: attention within documents computes only the pairs of a document; False: a
+            mask hides other pairs. See [Note: Packed documents] in `documents.py`.
 
-    Pre-norm residual blocks. Parameters are made in torch's default dtype on its default device;
-    on the meta device no weight is drawn: call `init_weights` after `to_empty`.
+    Blocks are pre-norm residual blocks. Parameters are made in torch's default dtype on its default
+    device. On the meta device no weight is drawn: call `init_weights` after `to_empty`.
 
     Raises:
-        ValueError: from the constructor, the `problems()` of the shape.
+        ValueError: in the constructor, if `shape.problems()` is not empty.
     """
 
     def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
@@ -63,7 +63,8 @@ class Transformer(nn.Module):
         self.init_weights(seed)
 
     def tie(self) -> None:
-        """Make head and embedding one parameter, if the shape says so: `to_empty` parts them."""
+        """Tie head and embedding if the shape says so; call it after `to_empty`, which unties
+        them."""
         if self.shape.tie_embeddings:
             self.head.weight = self.embedding.weight
 
@@ -79,12 +80,14 @@ class Transformer(nn.Module):
 
         Args:
             tokens_BT: int64, T at most `shape.max_seq_len`; in a later stage of a pipeline, the
-                output of the stage before it, (B, T, D).
+                output of the previous stage, (B, T, D).
             targets_BT: int64, the token after each of `tokens_BT`, or with objective "mlm" the
-                original token; with a divisor, `loss.IGNORED` where the loss does not count it.
-            positions_BT: int64, the place of each token in its document; a document begins where it
-                is 0, and attention does not cross that. Default: each row is one document.
-            divisor: of the sum of losses; default: B · T, so that the loss is the mean.
+                original token; with a divisor, `loss.IGNORED` for tokens that the loss does not
+                count.
+            positions_BT: int64, the position of each token in its document. A document begins at
+                each position 0, and attention does not cross its start. Default: each row is one
+                document.
+            divisor: divides the sum of losses; default: B · T, so that the loss is the mean.
         """
         seq_len = tokens_BT.shape[1]
         if seq_len > self.shape.max_seq_len:
@@ -92,7 +95,7 @@ class Transformer(nn.Module):
                 f"a sequence of {seq_len} tokens does not fit max_seq_len = "
                 f"{self.shape.max_seq_len}: shorten it or set model.max_seq_len"
             )
-        # Of a stage of a pipeline, the modules of other stages are None.
+        # In a stage of a pipeline, the modules of other stages are None.
         x_BTD = tokens_BT if self.embedding is None else self._embedded(tokens_BT, positions_BT)
         rotary: Rotary | None = None
         if self.shape.positions == "rotary":
@@ -118,20 +121,20 @@ class Transformer(nn.Module):
         if targets_BT is None:
             return cast(Tensor, self.head(x_BTD))
         loss = self._loss(x_BTD, targets_BT, divisor)
-        if balances and torch.is_grad_enabled():  # validation measures cross-entropy alone
+        if balances and torch.is_grad_enabled():  # validation measures only cross-entropy
             loss = loss + self.shape.router_aux_loss_coef * torch.stack(balances).sum()
         return loss
 
     def _loss(self, x_BTD: Tensor, targets_BT: Tensor, divisor: float | None) -> Tensor:
         if self.chunked_loss is not None:
-            # Validation measures cross-entropy alone.
+            # Validation measures only cross-entropy.
             terms = self.chunked_loss if torch.is_grad_enabled() else LossTerms()
             return cast(Tensor, self.head(x_BTD, targets_BT, divisor, terms))
         logits_BTV: Tensor = self.head(x_BTD)
         return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), divisor)
 
     def _check_stage(self) -> None:
-        """Raises ValueError for a stage of a pipeline whose load-balancing loss would be lost."""
+        """Raise ValueError for a stage of a pipeline that would drop its load-balancing loss."""
         alone = self.embedding is not None and self.head is not None
         if self.shape.num_experts and self.shape.router_aux_loss_coef and not alone:
             raise ValueError(
@@ -151,9 +154,9 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Draw every weight as in GPT-2: normal with deviation 0.02, biases 0, norms 1.
 
-        The projections back into the residual stream get 0.02 / sqrt(2 · num_layers), so that
-        the variance of the stream does not grow with depth. Draws are fp32 from one CPU
-        generator: the same weights on every device. Parameters on the meta device are skipped.
+        The projections into the residual stream get 0.02 / sqrt(2 · num_layers), so that the
+        variance of the stream does not grow with depth. One CPU generator draws the weights in
+        fp32: every device gets the same weights. Parameters on the meta device are skipped.
         """
         init = self.initializer(seed)
         for module in self.modules():
@@ -162,12 +165,12 @@ class Transformer(nn.Module):
     def initializer(
         self, seed: int, keep: Callable[[nn.Module, str, Tensor], None] | None = None
     ) -> Callable[[nn.Module], None]:
-        """Return the initialiser of one module for `init_weights`, called on `modules()` in
+        """Return the initialiser of one module for `init_weights`, which calls it on `modules()` in
         order.
 
         Args:
-            keep: stores a whole drawn weight, fp32 on the host, in its module by its name there;
-                the module may hold a part of it. None: each holds all of it.
+            keep: stores a whole drawn weight, fp32 on the host, in its module under its name. The
+                module may have only a part of it. None: each module has the whole weight.
         """
         generator = torch.Generator().manual_seed(seed)
         residual = {id(weight) for weight in self._residual_weights()}
@@ -227,10 +230,11 @@ class TransformerBlock(nn.Module):
         bias_B1TT: Tensor | None = None,
         bounds: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (B, T, D); with experts, a tuple of it and their load-balancing loss.
+        """Return (B, T, D); with experts, a tuple of this tensor and the load-balancing loss.
 
         Args:
-            bias_B1TT, bounds: what keeps documents apart, see `documents.py`; None: nothing does.
+            bias_B1TT, bounds: separate the documents, see `documents.py`; None: one document per
+                row.
         """
         mixed_BTD = self.attention(self.attention_norm(x_BTD), rotary, bias_B1TT, bounds)
         x_BTD = x_BTD + self.dropout(mixed_BTD)
@@ -242,10 +246,10 @@ class TransformerBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention, causal or to both sides; N / K query heads share one key/value head
+    """Causal or bidirectional attention; N / K query heads share one key/value head
     (arXiv:2305.13245).
 
-    One matrix holds the rows of queries, keys and values, in this order.
+    One matrix has the rows of queries, keys and values, in this order.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -255,7 +259,7 @@ class Attention(nn.Module):
         self.dropout, self.causal = shape.dropout, shape.is_causal
         width = (self.num_heads + 2 * self.kv_heads) * self.head_dim
         self.part: int | None = None
-        """Number of this rank's part of the heads; None: it has all of them."""
+        """Number of this rank's part of the heads; None: the rank has all heads."""
         self.qkv = Linear(shape.d_model, width, bias=shape.bias)
         self.out = Linear(self.num_heads * self.head_dim, shape.d_model, bias=shape.bias)
 
@@ -311,7 +315,7 @@ class LossTerms:
 
 
 class Head(Linear):
-    """Returns logits; or, with targets, the loss, so that it is computed where the weight is."""
+    """Return logits, or with targets the loss, so that the loss is computed next to the weight."""
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Optimizers: the update of one bucket, loss scaling, learning rates.
 
 An update rule knows its hyperparameters and calls kernels over flat tensors; the engine decides
-when it runs and on which tensors. A custom rule or state format needs this folder only
+when the rule runs and on which tensors. A custom rule or state format needs only this folder
 (docs/extending.md).
 Start at `rule.UpdateRule`; `kernel_rules.py` has the rules with kernels.
 """

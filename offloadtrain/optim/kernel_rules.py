@@ -1,4 +1,4 @@
-"""The rules that have CPU kernels, and what they share: one pass over a bucket each."""
+"""The rules that have CPU kernels. Each makes one pass over a bucket."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from offloadtrain.step.layout.formats import StateFormat
 
 
 class KeywordsOnly:
-    """A rule that says what to write instead where it is taken for one of torch's optimizers."""
+    """A rule that explains its use if it is called like one of torch's optimizers."""
 
     __slots__ = ()
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse parameters, as torch's optimizers take; `offload` takes them."""
+        """Refuse parameters, which torch's optimizers take: pass them to `offload` instead."""
         if args:
             raise TypeError(
                 f"{cls.__name__} is an update rule: it takes hyperparameters by name and no "
@@ -39,8 +39,8 @@ class KeywordsOnly:
 
 
 class KernelRule(KeywordsOnly, CodecRule, ABC):
-    """An `UpdateRule` whose step is a kernel: frozen dataclasses of hyperparameters, one pass over
-    a bucket."""
+    """An `UpdateRule` whose step is a kernel: a frozen dataclass of hyperparameters that makes one
+    pass over a bucket."""
 
     __slots__ = ()
 
@@ -50,20 +50,20 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """State per parameter besides the master weight."""
+        """State per parameter in addition to the master weight."""
 
     @abstractmethod
     def scalars(
         self, group: Mapping[str, Any], *, step: int, grad_scale: float, seed: int
     ) -> kernels.Scalars:
-        """One step's hyperparameters for the kernel."""
+        """Return the kernel's hyperparameters for one step."""
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError if a group's hyperparameters are out of range."""
+        """Raise ValueError if a group's hyperparameters are out of range."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Tell whether there is a kernel for the format."""
+        """Return True if there is a kernel for the format."""
         return format.name in kernels.STATES
 
     def update(
@@ -82,7 +82,8 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
     ) -> None:
         """Update one bucket; see `UpdateRule.update`."""
         scalars = self.scalars(group, step=step, grad_scale=grad_scale, seed=seed)
-        # On a GPU not every rule has a kernel for narrow state: torch decodes and encodes it then.
+        # On a GPU some rules have no kernel for narrow state: torch decodes and encodes the state
+        # then.
         slow = grad.is_cuda and format.holds_weight and not kernels.compiles(scalars)
         if format.name not in kernels.STATES or slow:
             self._update_by_codec(format, state, grad, working, layout, scalars, out)
@@ -102,7 +103,7 @@ class KernelRule(KeywordsOnly, CodecRule, ABC):
         scalars: kernels.Scalars,
         out: tuple[Tensor, ...] | None,
     ) -> None:
-        """The fp32 kernel over the values of a format that has none of its own."""
+        """Run the fp32 kernel on the values of a format that has no kernel."""
         scaled = replace(cast(Any, scalars), grad_scale=1.0)
         kernels.update_by_codec(
             format,
@@ -189,15 +190,15 @@ class AdamW(Adam):
 class SGD(KernelRule):
     """SGD with momentum, dampening and Nesterov's form as torch has them.
 
-    The bits are those of `torch.optim.SGD(fused=True)` on the CPU. The buffer is kept if `momentum`
-    of the rule is not 0; a parameter group may then turn it off, or change it.
+    The bits are those of `torch.optim.SGD(fused=True)` on the CPU. The rule stores a buffer if its
+    `momentum` is not 0. A parameter group may then set momentum to 0 or change it.
 
     Attributes:
         lr: step size, > 0.
         momentum: decay of the buffer, >= 0; 0: there is no buffer.
-        dampening: 1 - dampening of each gradient but the first enters the buffer.
+        dampening: all gradients except the first enter the buffer with weight 1 - dampening.
         weight_decay: an L2 term of the gradient, >= 0.
-        nesterov: needs momentum and no dampening.
+        nesterov: needs momentum, and dampening = 0.
     """
 
     lr: float = 1e-3
@@ -246,12 +247,12 @@ class SGD(KernelRule):
 class Lion(KernelRule):
     """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated moment, decoupled decay.
 
-    Its steps are larger than Adam's at the same `lr`: the authors use a third to a tenth of it, and
-    a decay larger by as much.
+    Its steps are larger than Adam's at the same `lr`. The authors use a rate that is 3 to 10 times
+    smaller, and a decay that is larger by the same factor.
 
     Attributes:
-        lr: step size; every element of a weight moves by it, > 0.
-        betas: of the interpolation and of the moment, each in [0, 1).
+        lr: step size, > 0. Every element of a weight changes by this amount.
+        betas: decay of the interpolation and of the moment, each in [0, 1).
         weight_decay: >= 0.
     """
 
@@ -322,7 +323,7 @@ class Adagrad(KernelRule):
 
 
 def check_not_negative(group: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raises ValueError unless each is a number of at least 0."""
+    """Raise ValueError if one of the values is not a number of at least 0."""
     for key in keys:
         value = float(group[key])
         if not (math.isfinite(value) and value >= 0.0):
@@ -330,7 +331,7 @@ def check_not_negative(group: Mapping[str, Any], keys: Sequence[str]) -> None:
 
 
 def check_betas(group: Mapping[str, Any]) -> None:
-    """Raises ValueError unless they are two numbers in [0, 1)."""
+    """Raise ValueError if the values are not two numbers in [0, 1)."""
     if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
         raise ValueError(f"betas = {group['betas']} are not two numbers in [0, 1)")
 

@@ -16,24 +16,24 @@ from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.layout.formats import StateFormat
 
 _PIECE = 1 << 18
-"""Elements whose direction is computed at once, in the cache; a multiple of the norm's segments and
-of the formats' blocks."""
+"""Number of elements whose direction is computed at once, in the cache. It is a multiple of the
+norm's segments and of the formats' blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LAMB(Adam):
     """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2), with Adam's bias correction.
 
-    The direction r of a tensor w is Adam's, plus `weight_decay` times w. Its rate is lr times the
-    trust ratio min(|w|, max_norm) / |r|, which is 1 where either norm is 0. The step is AdamW's at
-    that rate, to the bit.
+    The direction r of a tensor w is Adam's direction plus `weight_decay` times w. The rate is lr
+    times the trust ratio min(|w|, max_norm) / |r|, which is 1 if either norm is 0. The step has the
+    same bits as a step of AdamW at this rate.
 
     Attributes:
         lr: step size relative to a tensor's norm, > 0.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, > 0.
-        weight_decay: of the direction, >= 0.
-        max_norm: bounds the norm of a tensor in its trust ratio, > 0; infinity: no bound.
+        weight_decay: weight of w in the direction, >= 0.
+        max_norm: upper bound of a tensor's norm in the trust ratio, > 0; infinity: no bound.
     """
 
     eps: float = 1e-6
@@ -49,7 +49,7 @@ class LAMB(Adam):
             raise ValueError(f"max_norm = {group['max_norm']} is not a number above 0")
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """False: the rate of a tensor is known when its norms have been measured."""
+        """False, because the rate of a tensor is known only after its norms are measured."""
         return False
 
     def update(
@@ -66,7 +66,7 @@ class LAMB(Adam):
         seed: int,
         out: tuple[Tensor, ...] | None = None,
     ) -> None:
-        """See `UpdateRule.update`; each parameter of the layout is whole."""
+        """See `UpdateRule.update`. The layout has whole parameters only."""
         fields, end = format.fields(self.moments), 0
         measured = _Measured(self, format, state, min(_PIECE, grad.numel()))
         step_args: dict[str, Any] = {"step": step, "grad_scale": grad_scale, "seed": seed}
@@ -92,12 +92,12 @@ class LAMB(Adam):
 
 
 class _Measured:
-    """Memory in which directions are tried, a piece of a tensor at a time."""
+    """Memory for the directions of one piece of a tensor."""
 
     def __init__(
         self, rule: LAMB, format: StateFormat, state: tuple[Tensor, ...], numel: int
     ) -> None:
-        """`numel`: elements of the largest piece."""
+        """`numel` is the number of elements of the largest piece."""
         self._rule, self._format, self._fields = rule, format, format.fields(rule.moments)
         self._state = tuple(map(torch.empty_like, kernels.cut(self._fields, state, 0, numel)))
         self._values = torch.empty(3, numel, dtype=torch.float32, device=state[0].device)
@@ -110,7 +110,7 @@ class _Measured:
         group: Mapping[str, Any],
         step_args: Mapping[str, Any],
     ) -> float:
-        """Return the trust ratio of one parameter. Its state does not change.
+        """Return the trust ratio of one parameter, without a change of its state.
 
         Args:
             step_args: step, grad_scale and seed, see `UpdateRule.update`.
@@ -123,7 +123,8 @@ class _Measured:
             self._read(piece, master)
             self._read(self._try(piece, grad[lo:hi], layout, group, step_args), tried)
             torch.mul(master, group["weight_decay"], out=direction).sub_(tried)
-            # On a GPU this waits for the update lane, whose thread launches nothing else meanwhile.
+            # On a GPU this waits for the update lane. The lane's thread launches nothing else
+            # meanwhile.
             for number, values in enumerate((master, direction)):
                 squares[number] += kernels.sum_squares(values)
         if not all(squares):
@@ -138,11 +139,11 @@ class _Measured:
         group: Mapping[str, Any],
         step_args: Mapping[str, Any],
     ) -> tuple[Tensor, ...]:
-        """Return state whose masters are Adam's direction, negative: AdamW at lr = 1 and without
-        decay, of weights of zero."""
+        """Return state whose masters are the negative direction of Adam: the result of AdamW at lr
+        = 1, without decay, for weights of zero."""
         tried = kernels.cut(self._fields, self._state, 0, grad.numel())
         masters = len(self._format.master)
-        torch._foreach_zero_(tried[:masters])  # in every format memory of zeros is zero
+        torch._foreach_zero_(tried[:masters])  # zeroed memory decodes to zero in every format
         torch._foreach_copy_(tried[masters:], state[masters:])
         trial = {**group, "lr": 1.0, "weight_decay": 0.0}
         KernelRule.update(

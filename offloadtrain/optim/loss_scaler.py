@@ -1,11 +1,11 @@
 """Dynamic loss scaling for fp16 gradients.
 
 [Note: A late loss scale]
-With update = "delayed" the loss scale of a step follows from the steps before the one before it, as
-the step's weights do. A pipeline without flushes could not do otherwise: microbatches of step t + 1
-are under way when step t is decided. So every division of a run has the same scales, to the bit.
-The result of a step whose scale is no longer in use is ignored: if two consecutive steps overflow
-at the same scale, the first one halves it and the second one changes nothing.
+With update = "delayed" the loss scale of step t depends on the steps up to t - 2, as the weights of
+step t do. A pipeline without flushes cannot use step t - 1: microbatches of step t + 1 already run
+when step t is decided. Therefore every division of a run has the same scales, bit for bit.
+The result of a step is ignored if its scale is no longer in use. For example, if two consecutive
+steps overflow at the same scale, the first halves the scale and the second changes nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class LossScaler:
     """Doubles the scale after `growth_interval` good steps in a row, halves it after an overflow.
 
     The scale stays a power of two in [2^-14, 2^24], so that unscaling is exact. With `hysteresis`
-    n, the first n - 1 overflows since the scale last grew leave it as it is.
+    n, the first n - 1 overflows after the scale last grew do not change it.
 
     Attributes:
         scale: current factor of the loss.
-        good_steps: steps without overflow since the scale last changed, or the last overflow.
-        hysteresis: 1 halves at every overflow, as torch's GradScaler does.
+        good_steps: steps without overflow since the last overflow or change of the scale.
+        hysteresis: 1 halves the scale at every overflow, as torch's GradScaler does.
         tolerated: overflows since the scale last grew that have not halved it.
-        waiting: steps that the scale does not follow yet, the oldest first: whether their gradients
-            overflowed, None where they say nothing, and their scale.
+        waiting: steps that do not affect the scale yet, oldest first. Each entry has the overflow
+            of the gradients (True, False, or None if unknown) and the scale of the step.
     """
 
     scale: float = 2.0**16
@@ -47,17 +47,18 @@ class LossScaler:
     waiting: deque[tuple[bool | None, float]] = field(default_factory=deque)
 
     def ended(self, overflow: bool | None, scale: float, *, late: bool) -> None:
-        """A step of this scale was decided; `late`: the next step's scale follows from the steps
-        before it only, see [Note: A late loss scale].
+        """Record a decided step with this scale. With `late`, the scale of the next step depends
+        only on earlier steps, see [Note: A late loss scale].
 
         Raises:
-            LossScaleError: as `update`.
+            LossScaleError: under the same condition as `update`.
         """
         self.waiting.append((overflow, scale))
         self.catch_up(1 if late else 0)
 
     def catch_up(self, left: int = 0) -> None:
-        """Follow all steps that wait but the last ones; raises as `update`."""
+        """Account for all waiting steps except the last `left` ones; raises the error of
+        `update`."""
         while len(self.waiting) > left:
             overflow, scale = self.waiting.popleft()
             if overflow is not None and scale == self.scale:
@@ -67,7 +68,7 @@ class LossScaler:
         """Account for one step.
 
         Raises:
-            LossScaleError: on an overflow at the smallest scale that would halve it.
+            LossScaleError: if an overflow would halve the smallest scale.
         """
         if overflow:
             if self.tolerated < self.hysteresis - 1:
@@ -83,7 +84,7 @@ class LossScaler:
             self.good_steps = self.tolerated = 0
 
     def check(self) -> None:
-        """Raises LossScaleError where `catch_up` would."""
+        """Raise LossScaleError if `catch_up` would."""
         for overflow, scale in self.waiting:
             if overflow and scale == self.scale and self.tolerated >= self.hysteresis - 1:
                 self._require_smaller()

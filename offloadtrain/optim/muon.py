@@ -1,4 +1,4 @@
-"""Muon: momentum and decay where the state is, Newton-Schulz on the device."""
+"""Muon: momentum and decay on the tier of the state, Newton-Schulz iterations on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offloadtrain.step.layout.formats import StateFormat
 
 _MOST_STEPS = 100
 _PART = 1 << 18
-"""Elements; a multiple of the formats' blocks."""
+"""Number of elements, a multiple of the formats' blocks."""
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -26,20 +26,20 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 class Muon(KeywordsOnly, MatrixRule):
     """Muon (Jordan et al. 2024) as `torch.optim.Muon`: the orthogonalized momentum of a matrix.
 
-    It updates hidden matrices: 2-D parameters of the layers of a list, without embeddings. All
-    other parameters have the rule `rest`. A parameter group with `use_muon` True or False decides
-    for its parameters; one without it is divided in two. A group may set the hyperparameters of
-    its rule.
+    The rule updates hidden matrices: 2-D parameters of the layers in a list, without embeddings.
+    The rule `rest` updates all other parameters. A parameter group with `use_muon` True or False
+    decides for its parameters; a group without it is divided in two. A group may set the
+    hyperparameters of its rule.
 
     Attributes:
-        lr: step size, before `adjust_lr_fn`, > 0.
+        lr: step size before `adjust_lr_fn`, > 0.
         weight_decay: decoupled, >= 0.
         momentum: weight of the past in the moving average of gradients, in [0, 1].
-        nesterov: whether the gradient is added to the average once more.
-        ns_coefficients: of the quintic Newton-Schulz iteration.
-        eps: least norm that a matrix is divided by.
-        ns_steps: Newton-Schulz iterations, below 100.
-        adjust_lr_fn: "original" (None is the same): lr times sqrt(max(1, rows / columns));
+        nesterov: add the gradient to the average once more.
+        ns_coefficients: coefficients of the quintic Newton-Schulz iteration.
+        eps: lower bound of the norm by which a matrix is divided.
+        ns_steps: number of Newton-Schulz iterations, below 100.
+        adjust_lr_fn: "original" (same as None): lr times sqrt(max(1, rows / columns));
             "match_rms_adamw": lr times 0.2 * sqrt(max(rows, columns)), for an lr of AdamW's size.
         rest: the rule of all other parameters.
     """
@@ -69,7 +69,7 @@ class Muon(KeywordsOnly, MatrixRule):
         return ("momentum_buffer",)
 
     def defaults(self) -> dict[str, Any]:
-        """The hyperparameters of a group of matrices."""
+        """Return the hyperparameters of a group of matrices."""
         options = super(Muon, self).defaults()
         del options["rest"]
         return options
@@ -104,7 +104,7 @@ class Muon(KeywordsOnly, MatrixRule):
         grad_scale: float,
         seed: int,
     ) -> None:
-        """See `MatrixRule.direction`: the momentum, and nesterov's sum, in bf16."""
+        """Write the momentum, or Nesterov's sum, in bf16; see `MatrixRule.direction`."""
         common = dict(momentum=group["momentum"], nesterov=group["nesterov"], step=step, seed=seed)
         if format.name in kernels.STATES:
             scalars = kernels.BlendScalars(**common, grad_scale=grad_scale)
@@ -120,8 +120,8 @@ class Muon(KeywordsOnly, MatrixRule):
                 values = kernels.Fp32State((master, *moments))
                 kernels.blend(values, g, target[part], Layout.of_one(g.numel()), scaled)
 
-            # In ascending order: `target` is at the start of the gradient's memory, so every
-            # element is read before it is overwritten.
+            # Ascending order: `target` is at the start of the gradient's memory, so every element
+            # is read before it is overwritten.
             kernels.update_by_codec(
                 format,
                 self.moments,
@@ -136,7 +136,8 @@ class Muon(KeywordsOnly, MatrixRule):
             )
 
     def orthogonalize(self, matrix: Tensor, workspace: Tensor, *, group: Mapping[str, Any]) -> None:
-        """See `MatrixRule.orthogonalize`: the operations of `torch.optim.Muon`, in given memory."""
+        """Run the operations of `torch.optim.Muon` in preallocated memory; see
+        `MatrixRule.orthogonalize`."""
         a, b, c = group["ns_coefficients"]
         wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
         rows, numel = wide.shape[0], wide.numel()
@@ -177,8 +178,9 @@ class Muon(KeywordsOnly, MatrixRule):
             return
         rate_of = dict(zip((id for _, _, id, _ in layout.rows()), rates, strict=True))
         fields, end = format.fields(self.moments), update.numel()
-        # Backwards, and each part of `update` is copied first: larger elements of `working` that
-        # begin in the same place then overwrite only what was read before.
+        # Descending order, with a copy of each part of `update`: `working` begins at the same
+        # address and has larger elements, so each write overwrites only elements that were already
+        # read.
         for part, id, _ in reversed(_parts(layout)):
             part_state, part_update = (
                 kernels.cut(fields, state, part.start, part.stop),
@@ -203,7 +205,7 @@ class Muon(KeywordsOnly, MatrixRule):
 
 
 def _parts(layout: Layout) -> list[tuple[slice, int, int]]:
-    """Cut what codecs decode at once: (elements, the parameter's id, its first element there)."""
+    """Yield the parts that codecs decode at once: (elements, parameter id, first element there)."""
     return [
         (slice(offset + lo, offset + min(lo + _PART, numel)), id, first + lo)
         for offset, numel, id, first in layout.rows()
@@ -212,7 +214,7 @@ def _parts(layout: Layout) -> list[tuple[slice, int, int]]:
 
 
 def _adjustment(kind: str | None, shape: tuple[int, ...]) -> float:
-    """The factor of lr for a matrix of this shape."""
+    """Return the factor of lr for a matrix of this shape."""
     rows, columns = shape
     if kind == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -1,4 +1,4 @@
-"""The engine's interface to optimizers: the state they keep and the update of one bucket."""
+"""The engine's interface to optimizers: the state of an optimizer and the update of one bucket."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from offloadtrain.step.layout.formats import StateFormat
 
 
 class Rule(Protocol):
-    """The interface of every optimizer to the engine. Implementations are frozen dataclasses of
-    hyperparameters, and an `UpdateRule` or a `MatrixRule`."""
+    """The interface between every optimizer and the engine. Implementations are frozen dataclasses
+    of hyperparameters, and each is an `UpdateRule` or a `MatrixRule`."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """State per parameter besides the master weight, e.g. ("exp_avg", …)."""
+        """State per parameter in addition to the master weight, e.g. ("exp_avg", …)."""
 
     def defaults(self) -> dict[str, Any]:
-        """The hyperparameters of a `param_groups` entry."""
+        """Return the hyperparameters of a `param_groups` entry."""
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError if a group's hyperparameters are out of range."""
+        """Raise ValueError if a group's hyperparameters are out of range."""
 
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
         """Set the master weights from (numel,) fp32; moments do not change."""
@@ -39,15 +39,15 @@ class Rule(Protocol):
         format: StateFormat,
         state: tuple[Tensor, ...],
     ) -> None:
-        """Convert state of another format, rounded to nearest if this one is narrower."""
+        """Convert state of another format, rounded to nearest if this format is narrower."""
 
 
 class UpdateRule(Rule, Protocol):
     """An optimizer that updates a bucket in one operation on the host."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Tell whether `update` of this format calls only kernels that are captured when launched
-        and run without Python's interpreter lock (`kernels.capture`)."""
+        """Return True if `update` with this format calls only kernels that are captured when
+        launched and run without Python's interpreter lock (`kernels.capture`)."""
 
     def update(
         self,
@@ -67,25 +67,25 @@ class UpdateRule(Rule, Protocol):
 
         Args:
             state: the format's fields for `moments`, updated in place.
-            grad: working dtype or fp32; consumed where `working` is the same memory.
+            grad: working dtype or fp32; consumed if `working` is the same memory.
             working: receives the new master rounded to its dtype; None if the state contains it.
             layout: the elements of each parameter.
             group: the hyperparameters to use.
             step: optimizer step, 1-based.
             grad_scale: multiplied into each gradient first (unscaling times clipping).
-            seed: of stochastic rounding.
-            out: memory with the same fields that receives the new state instead of `state`.
+            seed: seed of stochastic rounding.
+            out: memory with the same fields; if set, receives the new state instead of `state`.
         """
 
 
 class CodecRule:
-    """The common part of rules that are frozen dataclasses of hyperparameters: the codec of the
-    format sets masters and converts state."""
+    """Base of rules that are frozen dataclasses of hyperparameters. The codec of the format sets
+    masters and converts state."""
 
     __slots__ = ()
 
     def defaults(self) -> dict[str, Any]:
-        """The hyperparameters of a `param_groups` entry: the fields of the dataclass."""
+        """Return the hyperparameters of a `param_groups` entry: the fields of the dataclass."""
         return {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
 
     def set_master(self, format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
@@ -104,14 +104,14 @@ class CodecRule:
 
 
 class MatrixRule(CodecRule, ABC):
-    """A rule for hidden matrices. A part of its update needs each full matrix on the device. All
+    """A rule for hidden matrices. Part of its update needs each full matrix on the device. All
     other parameters have another rule.
 
-    Parameter groups decide which parameters have which rule: see `group_key`. Three operations
-    update a bucket of matrices ([Note: Matrices] in `step/program/updates.py`).
+    Parameter groups assign rules to parameters, see `group_key`. Three operations update a bucket
+    of matrices ([Note: Matrices] in `step/program/updates.py`).
 
     Attributes:
-        group_key: the key of a group that is True for matrices of this rule.
+        group_key: the key that is True in groups of matrices of this rule.
         rest: the rule of all other parameters.
     """
 
@@ -123,14 +123,15 @@ class MatrixRule(CodecRule, ABC):
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """State per element of a matrix besides the master weight."""
+        """State per element of a matrix in addition to the master weight."""
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError if hyperparameters of a group of matrices are out of range."""
+        """Raise ValueError if hyperparameters of a group of matrices are out of range."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Tell whether `direction` and `apply` of this format do; see `UpdateRule`."""
+        """Return True if `direction` and `apply` call only kernels; see
+        `UpdateRule.calls_only_kernels`."""
         return False
 
     @abstractmethod
@@ -150,17 +151,17 @@ class MatrixRule(CodecRule, ABC):
         """Update the moments on the tier of the state, and write the update direction to `target`.
 
         Args:
-            state, grad, layout, group, step, grad_scale, seed: see `UpdateRule.update`. Masters
-                are not changed.
+            state, grad, layout, group, step, grad_scale, seed: see `UpdateRule.update`. Masters do
+                not change.
             target: (numel,) bf16; the first bytes of `grad`, which is consumed.
         """
 
     @abstractmethod
     def orthogonalize(self, matrix: Tensor, workspace: Tensor, *, group: Mapping[str, Any]) -> None:
-        """Replace a direction by the matrix that is subtracted, on the device.
+        """Replace a direction with the matrix to subtract, on the device and in place.
 
         Args:
-            matrix: of the parameter's shape and strides, dense, bf16; in place.
+            matrix: the direction, bf16, dense, with the shape and strides of the parameter.
             workspace: (n,) bf16, see `MatrixSpec.workspace_numel`.
         """
 
@@ -176,11 +177,12 @@ class MatrixRule(CodecRule, ABC):
         *,
         group: Mapping[str, Any],
     ) -> None:
-        """Decay the masters and subtract the update, where the state is.
+        """Decay the masters and subtract the update, on the tier of the state.
 
         Args:
-            state, working, layout, group: see `UpdateRule.update`; moments stay.
-            update: (numel,) bf16. May begin where `working` does, whose elements may be larger.
+            state, working, layout, group: see `UpdateRule.update`. Moments do not change.
+            update: (numel,) bf16. May begin at the address of `working`, whose elements may be
+                larger.
             shapes: shape of each parameter of the layout.
         """
 
@@ -196,8 +198,8 @@ def rule_of(rule: AnyRule, group: Mapping[str, Any]) -> AnyRule:
 
 
 def keeps_whole(rule: AnyRule | None) -> bool:
-    """Tell whether the rule needs every parameter whole, in the shard of one rank: a `MatrixRule`,
-    or an `UpdateRule` with `whole_tensors = True`."""
+    """Return True if the rule needs whole parameters, each in the shard of one rank: a
+    `MatrixRule`, or an `UpdateRule` with `whole_tensors = True`."""
     return isinstance(rule, MatrixRule) or getattr(rule, "whole_tensors", False)
 
 
@@ -205,9 +207,9 @@ class ElementwiseRule(CodecRule, ABC):
     """Base of a rule in plain torch: a frozen dataclass of hyperparameters with `moments` and
     `update_fp32`. Works with any state format.
 
-    Elementwise, since a bucket may be cut between any two multiples of 128 elements, for staging
-    and among ranks: no element's update may depend on another's. A norm over a matrix, or its
-    singular values, cannot be had here.
+    The rule must be elementwise: a bucket may be cut at any multiple of 128 elements, for staging
+    and among ranks, so the update of an element must not depend on other elements. A norm or
+    singular values of a matrix are not available here.
     """
 
     moments: ClassVar[tuple[str, ...]]
@@ -221,17 +223,17 @@ class ElementwiseRule(CodecRule, ABC):
         group: Mapping[str, Any],
         step: int,
     ) -> None:
-        """One step in place, on a lane's thread.
+        """Update a part of one parameter in place, on a lane's thread.
 
         Args:
             master, moments, grad: a part of one parameter, (n,) fp32. The gradient is unscaled and
-                clipped, and may be used as scratch.
+                clipped. The method may overwrite it.
             group: the hyperparameters to use.
             step: optimizer step, 1-based.
         """
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError if a group's hyperparameters are out of range; here: not finite."""
+        """Raise ValueError if a group's hyperparameters are not finite."""
         for key in self.defaults():
             if isinstance(group[key], float) and not math.isfinite(group[key]):
                 raise ValueError(f"{key} = {group[key]} is not a finite number")

@@ -19,12 +19,12 @@ _RULES: dict[str, Any] = {
     "sgd": optim.SGD,
     "adagrad": optim.Adagrad,
 }
-"""Name in a job → rule whose fields are keys of `OptimConfig` with the same names and types. A rule
-with other fields needs a branch of `update_rule`."""
+"""Maps the name in a job to a rule. The rule's fields are keys of `OptimConfig` with the same names
+and types. A rule with different fields needs a branch in `update_rule`."""
 
 
 def update_rule(chosen: OptimConfig) -> optim.AnyRule:
-    """Return the rule that the job names."""
+    """Return the rule that the job selects."""
     if chosen.name == "muon":
         rest = optim.AdamW(
             lr=chosen.adamw_lr,
@@ -55,7 +55,7 @@ def update_rule(chosen: OptimConfig) -> optim.AnyRule:
 
 
 def decay_groups(model: torch.nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return parameter groups: with "matrices", norms and biases do not decay."""
+    """Return parameter groups; with "matrices", norms and biases have no decay."""
     params = [param for param in model.parameters() if param.requires_grad]
     if config.optim.decay == "all":
         return [{"params": params}]

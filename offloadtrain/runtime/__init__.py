@@ -1,8 +1,8 @@
 """Execution resources of a step: lanes, kernels, pinned memory, process groups, devices.
 
-Callers decide what runs and when: nothing here knows a model, an optimizer or a job.
+Callers decide what runs and when: nothing here depends on a model, an optimizer or a job.
 `lanes/` are streams and threads with one interface, `kernels/` the only users of the native module
-and of Numba, `arena.py` the host's memory and the Ledger, `process_group.py` the collectives,
+and of Numba, `arena.py` the host memory and the Ledger, `process_group.py` the collectives;
 `failure_detector.py` watches other ranks. Start at `lanes/base.py`.
 """
 

@@ -1,16 +1,16 @@
 """Memory: the Ledger of every allocation by owner, and the pinned host arena.
 
 [Note: The arena]
-All host memory of a run (master weights, moments, gradients, staging) is laid out first and mapped
-once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
-to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because drivers refuse
-very large registrations, and no request crosses a slab, so no copy crosses two registrations.
-Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Weights of a bucket have a slab of
-their own: after `close` it belongs to the model's parameters, which would otherwise need a copy,
-and the other slabs are unmapped. Nothing protects this memory from an early release: the arena
-lives until `close`, which its owner calls after draining the lanes.
+The size of all host memory of a run (master weights, moments, gradients, staging) is computed
+first; then it is mapped at its exact size, in a few slabs. torch's pinned allocator rounds each
+request to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because
+drivers reject very large registrations, and no request crosses a slab, so no copy crosses two
+registrations. Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Weights of a bucket
+have a separate slab: after `close` it belongs to the model's parameters, which would otherwise need
+a copy, and the other slabs are unmapped. Nothing protects this memory from an early release: the
+arena lives until `close`, which its owner calls after draining the lanes.
 
-Where the layout of a run changes between steps, all buffers move, one bucket after the other:
+If the layout of a run changes between steps, all buffers move, one bucket after the other:
 `release` returns their pages to the kernel, and unmaps a slab with its last buffer.
 """
 
@@ -47,7 +47,7 @@ SLAB_BYTES = 8 << 30
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """Bytes of one owner on one tier, current and peak."""
+    """Bytes of an owner on a tier, current and peak."""
 
     owner: str
     tier: str
@@ -56,7 +56,7 @@ class LedgerRow:
 
 
 class Ledger:
-    """Every byte of the engine, by named owner."""
+    """Bytes of all memory of the engine, by named owner."""
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[str, Tier], tuple[int, int]] = {}
@@ -69,14 +69,14 @@ class Ledger:
         self._bytes[owner, tier] = (current, max(peak, current))
 
     def rows(self) -> list[LedgerRow]:
-        """Return all owners, the largest first."""
-        items = list(self._bytes.items())  # a copy: other threads read it while owners are added
+        """Return all owners, largest first."""
+        items = list(self._bytes.items())  # a copy: other threads may add owners
         rows = [LedgerRow(owner, tier.value, *sizes) for (owner, tier), sizes in items]
         return sorted(rows, key=lambda row: -row.bytes)
 
     def total(self, tier: Tier) -> int:
         """Return the current bytes of a tier."""
-        # A copy: other threads read it while owners are added.
+        # A copy: other threads may add owners.
         items = list(self._bytes.items())
         return sum(now for (_, owner_tier), (now, _) in items if owner_tier is tier)
 
@@ -157,7 +157,7 @@ class Arena:
         return tensors
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """Give the memory of tensors back that no lane uses. What shares a slab with them is not
+        """Release the memory of tensors that no lane uses. Other buffers in their slabs are not
         pinned any more."""
         for address, slab in product((x.data_ptr() for x in tensors), self._slabs):
             if request := slab.release(address):
@@ -166,14 +166,14 @@ class Arena:
         self._slabs = [slab for slab in self._slabs if slab.requests]
 
     def close(self) -> None:
-        """Unregister. The memory is unmapped when the last view of it is gone."""
+        """Unregister. The memory is unmapped when its last view is freed."""
         for slab in self._slabs:
             slab.close()
         self._book(self._booked, -1)
         self._slabs, self._booked = [], []
 
     def _tell(self, slabs: Sequence[_Slab], requests: Sequence[BufferSpec]) -> None:
-        """Say how far it is: a hundred GiB take tens of seconds to lock."""
+        """Report progress: page-locking a hundred GiB takes tens of seconds."""
         what = "page-locking host memory" if self.pin else "taking host memory"
         HEARTBEAT.advance(what, sum(slab.num_bytes for slab in slabs), span_bytes(requests))
 
@@ -199,7 +199,7 @@ class MetaArena(Arena):
 
 
 class _Slab:
-    """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
+    """An anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
 
     def __init__(self, requests: Sequence[BufferSpec], *, pin: bool) -> None:
         self.num_bytes = nbytes = span_bytes(requests)
@@ -209,10 +209,10 @@ class _Slab:
         if pin:
             # A fork would copy pinned pages at once: exclude them from children.
             self._mapping.madvise(mmap.MADV_DONTFORK)
-        # The memoryview holds the mapping: torch.frombuffer on the mmap itself would not.
+        # The memoryview keeps the mapping alive: torch.frombuffer on the mmap itself would not.
         self._bytes = torch.frombuffer(memoryview(self._mapping), dtype=torch.uint8)
         self.requests: dict[int, BufferSpec] = {}
-        """Address → what was asked for there."""
+        """Address → request that is mapped there."""
         tensors, offset = [], 0
         for request in requests:
             piece = self._bytes[offset : offset + request.nbytes]
@@ -225,10 +225,10 @@ class _Slab:
         self.pinned = pin and cuda_driver.register(self._bytes)
 
     def release(self, address: int) -> BufferSpec | None:
-        """Give the pages of the request at this address back to the kernel, and return it."""
+        """Return the pages of the request at this address to the kernel, and return the request."""
         request = self.requests.pop(address, None)
         if request is not None:
-            self.close()  # as pages that the driver has locked stay
+            self.close()  # the kernel does not free locked pages
             offset = address - self._bytes.data_ptr()
             lo = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
             hi = (offset + request.span_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -243,8 +243,9 @@ class _Slab:
 
 
 def with_own_storage(piece: Tensor) -> Tensor:
-    """View the same host memory, (n,), under a storage of just its extent, which keeps the memory
-    mapped: `torch.save` writes whole storages, and the arena's holds other buffers as well."""
+    """View the same host memory, (n,), with a storage of exactly its extent, which keeps the memory
+    mapped: `torch.save` writes complete storages, and the arena's storage contains other
+    buffers."""
     if piece.device.type != "cpu" or not piece.numel():
         return piece
     return torch.from_numpy(piece.view(torch.uint8).numpy()).view(piece.dtype)
@@ -261,8 +262,8 @@ def _too_little(requests: Sequence[BufferSpec], room: Room) -> HostMemoryError:
 
 
 def _pack(requests: Sequence[BufferSpec]) -> list[list[BufferSpec]]:
-    """Group consecutive requests into slabs of at most SLAB_BYTES. A larger request gets its own
-    slab, and so do weights."""
+    """Group consecutive requests into slabs of at most SLAB_BYTES. A larger request gets a separate
+    slab, as do weights."""
     groups: list[list[BufferSpec]] = []
     room = 0
     for request in requests:

@@ -1,7 +1,7 @@
 """Direct calls to the CUDA driver.
 
-The runtime does not serve: a refused cudaHostRegister leaves a pending error behind that a later,
-unrelated operation would report. torch exposes neither of these calls.
+The CUDA runtime is not used: after a rejected cudaHostRegister, an unrelated later operation would
+report its pending error. torch exposes neither of these calls.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from offloadtrain.runtime.device import cpu_bf16_speedup, cpu_has_bf16
 _CPU, _UNKNOWN_GPU = "cpu2", "a100_40gb"
 
 EMULATED = 10.0
-"""Slowdown of fp16 against fp32 on a CPU, which has no instructions for it."""
+"""Slowdown of fp16 compared with fp32 on a CPU, which has no fp16 instructions."""
 
 
 def here(*, on_gpu: bool) -> tuple[str, Machine]:
-    """Return (name, machine): the memory available to this process plus its own (a plan counts it),
-    and the number and size of the GPUs."""
+    """Return (name, machine): the memory available to this process plus the memory that it uses (a
+    plan counts it), and the number and size of the GPUs."""
     probed = probe()
-    free = probed.host_available_bytes or probed.host_memory_bytes  # it may be unknown
+    free = probed.host_available_bytes or probed.host_memory_bytes  # the former may be unknown
     host = f"{free + (resident_bytes() or 0)}"
     if not on_gpu:
         base = find(_CPU)[1]
@@ -56,8 +56,8 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
 
 
 def nearest(gpu: str, cores: int) -> str:
-    """Return the shipped machine whose GPU's name has the longest common prefix with this one's; of
-    several that of the closest number of cores."""
+    """Return the shipped machine whose GPU name has the longest common prefix with `gpu`; among
+    several, the machine with the closest number of cores."""
     machines = {name: find(name)[1] for name in shipped()}
 
     def likeness(name: str) -> tuple[int, int]:

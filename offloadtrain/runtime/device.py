@@ -12,7 +12,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.offload import Precision
 
 LEAST_SPEEDUP = 1.2
-"""Speedup from which a CPU uses bf16. Closer to 1, noise would decide, for little gain."""
+"""Minimum speedup for which a CPU uses bf16. Closer to 1, noise would decide, for little gain."""
 
 _SIDE, _ROUNDS = 256, 6
 
@@ -34,7 +34,7 @@ def resolve_device(kind: str) -> torch.device:
 
 
 def resolve_precision(asked: Precision, device: torch.device) -> tuple[Precision, str]:
-    """Return the precision of the working weights and, for "auto", why it is this one.
+    """Return the precision of the working weights and, for "auto", the reason for the choice.
 
     Raises:
         ConfigError: bf16 was requested on a GPU without it.
@@ -62,9 +62,9 @@ def cpu_has_bf16() -> bool:
 def cpu_bf16_speedup() -> float:
     """Measure the speedup of a bf16 product over fp32 on this CPU, once, in milliseconds.
 
-    No query reports it: oneDNN calls bf16 supported on any AVX-512 and emulates it if the
-    instructions are missing, and a limit such as ONEDNN_MAX_CPU_ISA hides them. One thread's own
-    CPU time is used, so that other programs do not count. No random number is drawn, since the job
+    No query reports it: oneDNN calls bf16 supported on any AVX-512 and emulates missing
+    instructions, and a limit such as ONEDNN_MAX_CPU_ISA hides them. The CPU time of a single thread
+    is measured, so that other programs do not count. No random number is drawn, since the job
     is seeded already.
     """
     ones = torch.ones(_SIDE, _SIDE, device="cpu")
@@ -84,6 +84,6 @@ def cpu_bf16_speedup() -> float:
 
 
 def speedup(seconds: Callable[[torch.dtype], float]) -> float:
-    """Return fp32's least time over bf16's, alternating; the first of each is a warm-up."""
+    """Return fp32's least time over bf16's, measured alternately; the first pair is a warm-up."""
     rounds = [(seconds(torch.float32), seconds(torch.bfloat16)) for _ in range(_ROUNDS)][1:]
     return min(fp32 for fp32, _ in rounds) / min(bf16 for _, bf16 in rounds)

@@ -1,6 +1,6 @@
 """Memory of one GPU: the counters of torch's allocator, and the bandwidth between host and device.
 
-Reading a counter waits for nothing on the device.
+Reading a counter does not wait for the device.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from offloadtrain.hardware.memory_sampler import DeviceMemory
 
 
 class AllocatorCounters:
-    """The allocator's bytes now, at the peak of the step, and at the peak of the run.
+    """Bytes of the allocator now, at the peak of the step, and at the peak of the run.
 
-    The allocator has one peak. `end_step` sets it back, so it is the step's; the run's is kept
-    here. Nobody else in the process may set it back.
+    The allocator has a single peak. `end_step` resets it, so it is the step's; the run's peak is
+    stored here. No other code in the process may reset it.
     """
 
     def __init__(self, device: torch.device, free: Callable[[], int | None] = lambda: None) -> None:
-        """`free`: bytes free on the device, as the driver says."""
+        """`free`: returns the bytes that the driver reports as free on the device."""
         self._device, self._free = device, free
         self._run_peak = 0
 
     def read(self) -> DeviceMemory:
-        """Read all counters; any thread may."""
+        """Read all counters, on any thread."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         allocated = stats["allocated_bytes"]["all"]
         return DeviceMemory(
@@ -41,7 +41,7 @@ class AllocatorCounters:
         )
 
     def end_step(self) -> int:
-        """Return the peak of the step, and set the allocator's back; on the training thread."""
+        """Return the peak of the step, and reset the allocator's peak; on the training thread."""
         peak = torch.cuda.max_memory_allocated(self._device)
         self._run_peak = max(self._run_peak, peak)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -49,17 +49,17 @@ class AllocatorCounters:
 
     @property
     def run_peak(self) -> int:
-        """The greatest peak since the process began."""
+        """The largest peak since the process started."""
         return max(self._run_peak, torch.cuda.max_memory_allocated(self._device))
 
 
 class MemoryUse(NamedTuple):
-    """The memory of one GPU, in bytes.
+    """The memory of a GPU, in bytes.
 
     Attributes:
-        total: of the GPU, without what this process may not take: torch's allocator has a limit if
+        total: memory of the GPU that this process may use: torch's allocator has a limit if
             `torch.cuda.set_per_process_memory_fraction` was called.
-        others: in use outside of torch's allocator, by this process (CUDA's context) and others.
+        others: used outside of torch's allocator, by this process (CUDA's context) and others.
         peak: the most that torch's allocator has reserved since its statistics were reset.
     """
 
@@ -69,7 +69,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """Ask driver and allocator of a GPU."""
+    """Read the memory use of a GPU from driver and allocator."""
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
     others = total - free - reserved["current"]
@@ -90,7 +90,7 @@ COPY_BYTES, ROUNDS = 64 << 20, 5
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """10^9 bytes per second of one large copy, alone on the bus."""
+    """Bandwidth of one large copy without other traffic, in 10^9 bytes per second."""
 
     h2d_gbps: float
     d2h_gbps: float
@@ -113,7 +113,7 @@ def _copy_s(source: Tensor, target: Tensor) -> float:
         target.copy_(source)
         return time.perf_counter() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The stream passes both: the copy alone lies between them, without the time of its launch.
+    # Recorded on the stream, the events enclose only the copy, not the time of its launch.
     start.record()
     target.copy_(source, non_blocking=True)
     end.record()

@@ -1,26 +1,26 @@
-"""Optimizer state in a scratch file: mapped for those who use it at rest, moved past the page cache
-in a step.
+"""Optimizer state in a scratch file: mapped for readers while the lanes are idle; in a step, moved
+without the page cache.
 
 [Note: The scratch file]
-The file has no name: it is unlinked as soon as it is open, so it ends with its process however that
-ends, and no later run finds it. Its space is reserved before the first weight is read. Each tensor
-of the state is a view of a shared mapping of the file. Its address also *names* its range of the
-file: operations of a step get such a view and a slot of host memory, and move the bytes between
-file and slot with O_DIRECT, several requests at once, without touching the mapping. Who reads the
-views does so while the lanes are empty: the kernel writes dirty pages before a direct read, and
-drops cached ones after a direct write.
+The file has no name: it is unlinked as soon as it is open, so it ends with its process in any
+case, and no later run can open it. Its space is reserved before the first weight is read. Each
+tensor of the state is a view of a shared mapping of the file. Its address also *identifies* its
+range of the file: operations of a step get such a view and a slot of host memory, and move the
+bytes between file and slot with O_DIRECT, several requests at once, without accessing the mapping.
+The views may be read only while the lanes are idle: the kernel writes dirty pages before a direct
+read, and drops cached pages after a direct write.
 
 [Note: Checksums of the scratch file]
-State lives in the file for days, and a checkpoint of wrong bytes would verify. So each window of a
-buffer, which is one request, has a checksum in host memory (xxh3-64), computed while it is written
-and compared after it was read. A read of other bytes than were written ends the run. A window
+State stays in the file for days, and a checkpoint of corrupt bytes would pass verification. So each
+window of a buffer, which is one request, has a checksum in host memory (xxh3-64), computed while it
+is written and compared after it was read. A read that returns other bytes ends the run. A window
 without a checksum gets one when it is read: frozen weights are never written.
 
-Writes through the mapping cannot be seen, so all checksums are dropped (`drop_checksums`) whenever
-the engine has emptied the lanes for somebody who may use the views. Until a window is moved again,
-its bytes are not checked; nor is what is read through the mapping. Views that the user keeps may be
-written at any other time, too: torch counts writes to a tensor (`_version`), and where the count of
-a buffer's views has changed since its checksum, other bytes are no damage.
+Writes through the mapping cannot be detected, so all checksums are dropped (`drop_checksums`)
+whenever the engine has drained the lanes for code that may use the views. Until a window is moved
+again, its bytes are not checked; neither are reads through the mapping. Views that the user keeps
+may also be written at any other time: torch counts writes to a tensor (`_version`), and if the
+count of a buffer's views has changed since its checksum, different bytes are accepted.
 """
 
 from __future__ import annotations
@@ -59,30 +59,30 @@ _Move = Callable[[memoryview, int], None]
 
 
 class DiskArena:
-    """One rank's scratch file. Closed by its owner after draining the lanes."""
+    """A rank's scratch file. Its owner closes it after draining the lanes."""
 
     def __init__(self, ledger: Ledger, folder: str | None, *, in_memory: bool = False) -> None:
-        """`folder`: None: `map` refuses all rows. `in_memory`: it may be on a file system in host
+        """`folder`: None: `map` rejects all rows. `in_memory`: the file system may be in host
         memory."""
         self._ledger = ledger
         self._has_folder, self._folder = bool(folder), Path(folder or "")
         self._in_memory = in_memory
         self._booked: list[tuple[BufferKey, BufferSpec]] = []
         self._offsets: list[int] = []
-        """Where the buffer of each booked row begins in the file."""
+        """Offset in the file of the buffer of each booked row."""
         self._checksums: dict[int, tuple[int, int]] = {}
-        """Offset of a window → xxh3-64 of its bytes, and the writes to its buffer's views until
-        then. Each buffer is always moved whole, so that its windows are always the same ones."""
+        """Offset of a window → xxh3-64 of its bytes, and the number of writes to its buffer's views
+        until then. Buffers are always moved completely, so that their windows never change."""
         self._views: dict[int, dict[int, Tensor]] = {}
         """Number of a row → the user's views of its buffer, by address."""
         self._base = 0
         """The address at which the file is mapped."""
 
     def map(self, rows: Rows) -> list[Tensor]:
-        """Make the file; return zeroed 1-D tensors, views of it, in the order of the rows.
+        """Create the file; return zeroed 1-D tensors, views of it, in the order of the rows.
 
         Raises:
-            OptionError, ConfigError: no folder was set, or it is not there.
+            OptionError, ConfigError: no folder was set, or it does not exist.
             DiskError: the folder is in memory, has too little space, or cannot be written.
         """
         if not rows:
@@ -95,10 +95,10 @@ class DiskArena:
         except OSError as error:
             raise self._refused(rows, total, str(error.strerror)) from error
         self._threads, self._pid = started_pool("disk", 2 * THREADS), os.getpid()
-        # Beyond those that move windows: a checksum takes a tenth of the time of its write, and is
-        # ready before it.
+        # In addition to the threads that move windows: a checksum takes a tenth of the time of its
+        # write, and is ready before it.
         self._hashing = started_pool("hash", 2)
-        # The memoryview holds the mapping as long as a tensor does.
+        # The memoryview keeps the mapping alive as long as a tensor refers to it.
         mapped = torch.frombuffer(self._file.mapped(), dtype=torch.uint8)
         self._base = mapped.data_ptr()
         self._book(rows, 1)
@@ -108,8 +108,8 @@ class DiskArena:
         ]
 
     def read(self, *views: Tensor) -> None:
-        """Fill the second half of the views, host memory, with the ranges of the file that the
-        first half names.
+        """Read file ranges into host memory. `views`: first half, views of the file; second half,
+        host memory to fill.
 
         Raises:
             DiskError: the disk fails, or returns other bytes than were written.
@@ -118,8 +118,8 @@ class DiskArena:
         self._move("reading", self._read, views[:half], views[half:])
 
     def write(self, *views: Tensor) -> None:
-        """Write the first half of the views, host memory, to the ranges of the file that the second
-        half names.
+        """Write host memory to file ranges. `views`: first half, host memory; second half, views of
+        the file.
 
         Raises:
             DiskError: the disk is full or fails.
@@ -130,17 +130,17 @@ class DiskArena:
     def hand_out(self, views: Iterable[Tensor]) -> None:
         """The user gets these views of the file."""
         for view in views:
-            if view.numel() and not view.is_inference():  # which torch counts no writes to
+            if view.numel() and not view.is_inference():  # torch does not count writes to these
                 number = self._number_at(view.data_ptr() - self._base)
                 self._views.setdefault(number, {})[view.data_ptr()] = view
 
     def drop_checksums(self) -> None:
-        """The lanes are empty, and somebody may write to the views: nothing is known of the bytes
-        in the file."""
+        """The lanes are idle, and user code may write to the views: the bytes in the file are
+        unknown from here on."""
         self._checksums.clear()
 
     def close(self) -> None:
-        """Close the file. Its space is free when the last view of it is gone. Idempotent."""
+        """Close the file. Its space is freed with its last view. Idempotent."""
         if self._booked:
             self._threads.shutdown()
             self._hashing.shutdown()
@@ -163,7 +163,7 @@ class DiskArena:
                 "forked from the one that trains, and only that one has the threads that do it. "
                 "Evaluate there, or fork with a copy.deepcopy(model)"
             )
-        # This lane's thread waits for all requests: an event after it stands for the whole bucket.
+        # This lane's thread waits for all requests: a later event covers all of the bucket.
         try:
             list(self._threads.map(lambda piece: move(*piece), pieces))
         except OSError as error:
@@ -178,11 +178,11 @@ class DiskArena:
             ) from error
 
     def _write(self, data: memoryview, offset: int) -> None:
-        self._checksums.pop(offset, None)  # a write that fails leaves unknown bytes
+        self._checksums.pop(offset, None)  # a failed write leaves unknown bytes
         checksum = self._hashing.submit(xxhash.xxh3_64_intdigest, data)
         aligned = len(data) // BLOCK * BLOCK
         self._file.write(data[:aligned], offset)
-        # The rest of a block would not be aligned: it goes with what fills the block.
+        # The last, incomplete block is not aligned: it is written with padding.
         if rest := data[aligned:]:
             page = aligned_buffer(BLOCK)
             page[: len(rest)] = rest
@@ -229,7 +229,7 @@ class DiskArena:
                 "to a folder on a local drive, best an NVMe one, which holds them while the run "
                 "lasts"
             )
-        if not self._folder.is_dir():  # made silently, a mistyped mount point fills another disk
+        if not self._folder.is_dir():  # a mistyped mount point would fill another disk
             raise ConfigError(
                 f"scratch_dir = '{self._folder}' is not there: make it on the drive that is to "
                 "hold the state, or correct the path"
@@ -274,7 +274,7 @@ class MetaDiskArena(DiskArena):
 
 
 def _pieces(slot: Tensor, offset: int) -> Iterator[tuple[memoryview, int]]:
-    """Cut memory into requests, each with its place in the file."""
+    """Cut memory into requests, each with its offset in the file."""
     data = slot.view(torch.uint8).numpy().data
     for lo, hi in windows(offset, offset + len(data)):
         yield data[lo - offset : hi - offset], lo

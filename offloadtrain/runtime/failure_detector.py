@@ -1,12 +1,11 @@
 """The processes of one job, started by torchrun or a scheduler: their ranks, their store, and the
 detection of failed ranks.
 
-[Note: Who failed]
-A rank that dies leaves the others waiting in a collective, for minutes or forever. Each rank
+If a rank dies, the others wait in a collective, for minutes or forever. Each rank
 therefore has a thread that checks twice a second, through the store and not through collectives:
-the error that a failing rank has written; processes of the same host that have ended; hosts without
-a heartbeat. It names the rank, gives the training thread a few seconds to end by itself, and then
-ends the process.
+whether a failing rank has written an error; whether processes of the same host have ended; whether
+hosts have stopped sending heartbeats. The thread determines the failed rank, gives the training
+thread a few seconds to end by itself, and then ends the process.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from offloadtrain.runtime.launcher_link import Pulse
 
 LOOK_EVERY_S = 0.5
 SILENT_S = 20.0
-"""Longest silence of a rank on another host."""
+"""Longest accepted silence of a rank on another host."""
 GRACE_S = 5.0
 """Time for the training thread to end after another rank has failed."""
 LISTEN_S = 3.0
@@ -47,11 +46,11 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """This process's rank and address, from the environment.
+    """Rank and address of this process, from the environment.
 
     Attributes:
         attempt: number of restarts.
-        roles: what each rank is in a pipeline, for messages; empty without one.
+        roles: role of each rank in a pipeline, for messages; empty without a pipeline.
     """
 
     rank: int = 0
@@ -62,7 +61,7 @@ class RankInfo:
     roles: tuple[str, ...] = ()
 
     def described(self, rank: int, pid: int, host: str = "") -> str:
-        """Return a rank's name for messages; `host`: if it is another one."""
+        """Return a rank's name for messages; `host`: set if it is another host."""
         role, where = f"{self.roles[rank]}, " if self.roles else "", f" on {host}" if host else ""
         return f"rank {rank} ({role}pid {pid}{where})"
 
@@ -111,7 +110,7 @@ class _Peer:
 
     Attributes:
         life: readable once the process has ended; None on another host.
-        beat, heard_s: its last heartbeat, and the time it was new.
+        beat, heard_s: its last heartbeat, and the time when it arrived.
     """
 
     rank: int
@@ -123,7 +122,7 @@ class _Peer:
 
 
 class FailureDetector:
-    """Detects the failure of other ranks, and reports a failure of this one."""
+    """Detects the failure of other ranks, and reports a failure of this rank."""
 
     def __init__(
         self,
@@ -136,8 +135,8 @@ class FailureDetector:
         """
         Args:
             on_lost: called with the cause if the training thread has not ended in time.
-            watchdog: of this rank, which reports a hang of any rank and ends the process; None: a
-                launcher of ours judges hangs.
+            watchdog: watchdog of this rank, which reports a hang of any rank and ends the process;
+                None if the launcher of `--nproc` detects hangs.
         """
         self._store, self._rank_info, self._clock = store, rank_info, clock
         self._on_lost, self._watchdog = on_lost, watchdog
@@ -151,8 +150,8 @@ class FailureDetector:
         self._thread.start()
 
     def cause(self, wait_s: float = LISTEN_S) -> str | None:
-        """Return why another rank has failed, if it has; waits a moment for it."""
-        # An error of a collective is seen before the failed rank's own report of its cause is here.
+        """Return why another rank has failed, or None; waits briefly for the report."""
+        # The error of a collective may arrive before the failed rank's report of its cause.
         self._heard.wait(wait_s)
         return self._cause
 
@@ -162,20 +161,20 @@ class FailureDetector:
         _report(self._store, self._rank_info, message)
 
     def stop_early(self, message: str) -> None:
-        """Report that this rank was told to stop before the first step: the others stop too."""
+        """Report that this rank was asked to stop before the first step: the others stop too."""
         self._closed.set()
         say_stopped_early(self._store, self._rank_info, message)
 
     def close(self) -> None:
-        """Report that this rank is done, so that its end is not a failure."""
+        """Report that this rank has completed, so that its end is not a failure."""
         self._closed.set()
         with suppress(Exception):
             self._store.set(f"done{self._rank_info.rank}", "1")
-        # It reads the store, which the caller takes down next.
+        # The thread reads the store, which the caller takes down next.
         self._thread.join()
 
     def _peer(self, rank: int) -> _Peer:
-        facts = json.loads(self._store.get(f"who{rank}"))  # waits for it
+        facts = json.loads(self._store.get(f"who{rank}"))  # waits for the key
         pid, same_home = facts["pid"], facts["home"] == _home()
         return _Peer(rank, pid, facts["home"][0], _open_pid(pid) if same_home else None)
 
@@ -209,7 +208,7 @@ class FailureDetector:
             return ended[0] if ended else f"the ranks' store does not answer: {keeper} ({error})"
 
     def _reported_error(self) -> str:
-        """Return the error that a rank has reported."""
+        """Return the error that a rank has reported; "" if there is none."""
         if not self._store.check([_FAILED]):
             return ""
         self.stopped_early = self._store.check([_STOPPED_EARLY])
@@ -221,7 +220,7 @@ class FailureDetector:
         """Return why a rank counts as lost; "" if it does not."""
         if self._store.check([f"done{peer.rank}"]):
             return ""
-        # Its heartbeat: how long it is since the last new one.
+        # Time since its last new heartbeat.
         key = f"beat{peer.rank}"
         beat = self._store.get(key) if self._store.check([key]) else b""
         if beat != peer.beat:
@@ -236,7 +235,7 @@ class FailureDetector:
         return self._rank_info.described(peer.rank, peer.pid, host)
 
     def _hung(self, own_pulse: Pulse) -> str | None:
-        """Return a message about the rank that hangs, if one does; the same on every rank."""
+        """Return a message about the rank that hangs, or None; equal on every rank."""
         pulses = {self._rank_info.rank: own_pulse}
         own_rank = self._rank_info.rank
         names = {own_rank: self._rank_info.described(own_rank, os.getpid())}
@@ -251,7 +250,7 @@ class FailureDetector:
 
 
 def say_stopped_early(store: Store, rank_info: RankInfo, message: str) -> None:
-    """Report that this rank was told to stop before the first step; also before it has a
+    """Report that this rank was asked to stop before the first step; may be called before it has a
     detector."""
     with suppress(Exception):
         store.set(_STOPPED_EARLY, "1")
@@ -263,7 +262,7 @@ def _report(store: Store, rank_info: RankInfo, message: str) -> None:
         if not store.check([_FAILED]):
             role = f" ({rank_info.roles[rank_info.rank]})" if any(rank_info.roles) else ""
             store.set(_FAILED, f"rank {rank_info.rank}{role}: {message}")
-            time.sleep(3 * LOOK_EVERY_S)  # it may host the store: let the others read it
+            time.sleep(3 * LOOK_EVERY_S)  # this rank may host the store: let the others read it
 
 
 def _pulse(peer: _Peer, now_s: float) -> Pulse:
@@ -287,8 +286,8 @@ def _home() -> list[str]:
 
 
 def _open_pid(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends; None if the kernel has
-    none."""
+    """Return a descriptor that becomes readable when the process ends; None if the kernel does not
+    support it."""
     try:
         return os.pidfd_open(pid)
     except OSError:

@@ -1,6 +1,6 @@
-"""The result of torch's grouped products over fake tensors, in every dtype.
+"""Fake-tensor results of torch's grouped products, in every dtype.
 
-torch's own description of them refuses all but bf16; its kernels compute in other dtypes, too.
+torch's meta implementation rejects all dtypes but bf16; its kernels also compute in others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _GROUPED = torch.ops.aten._grouped_mm
-"""A product per group. A matrix has its groups in a dimension in front, or they are ranges of its
+"""A matrix product per group. Groups of an operand are its first dimension, or ranges of its
 rows or columns, which end at `offs`."""
 
 
@@ -31,7 +31,7 @@ def grouped_product(
         offs: (groups,).
 
     Raises:
-        RuntimeError: the sides differ, as torch says of those of bf16.
+        RuntimeError: the inner dimensions differ, as torch reports for bf16.
     """
     torch._check(
         a.shape[-1] == b.shape[-2],
@@ -45,11 +45,11 @@ def grouped_product(
 
 
 GROUPED_PRODUCTS = {getattr(_GROUPED, name): grouped_product for name in _GROUPED.overloads()}
-"""What torch calls → what describes it."""
+"""torch operation → its meta implementation."""
 
 
 class Described(TorchDispatchMode):
-    """While entered within a `FakeTensorMode`, grouped products have results in every dtype."""
+    """Inside a `FakeTensorMode`, gives grouped products results in every dtype."""
 
     def __torch_dispatch__(
         self,

@@ -1,23 +1,24 @@
 """The progress of this process, and the watchdog that observes it.
 
 [Note: Progress]
-A hang is silence: nothing moves for longer than any healthy silence. What moves is one of five:
+A hang is silence: no progress for longer than any healthy silence. Five things are progress:
 
 * beats: a phase begins, an operation is launched, a phase advances;
 * the queues of the lanes;
 * collectives: this rank enters one, or returns from it;
-* bytes that the process reads or writes, by the kernel's count: a long save, a long verification;
-* processor time of the training thread: a long forward on the CPU, or building. On a GPU it does
+* bytes that the process reads or writes, counted by the kernel: a long save or verification;
+* processor time of the training thread: a long forward on the CPU, or set-up. On a GPU it does
   not count once training has begun, because a thread that waits for the device spins.
 
-A healthy run sets its own limit: four times the longest silence that it ended by itself in the same
-phase, and never less than `train.hang_timeout_s`. Time in which the watching thread did not run
-either (Ctrl-Z, a suspended machine) is no silence.
+A healthy run sets its own limit: four times the longest silence that ended by itself in the same
+phase, and at least `train.hang_timeout_s`. Time in which the watching thread did not run
+either (Ctrl-Z, a suspended machine) does not count as silence.
 
 [Note: Who judges]
 A single process judges itself: its watchdog reports a hang and ends it. A rank of `--nproc` sends
-its progress to the launcher, which sees all ranks, also one that is stopped: it judges there, and
-asks for reports. Ranks of torchrun exchange theirs through the store: `failure_detector.py`.
+its progress to the launcher, which sees all ranks, including stopped ones: it decides, and
+requests reports. Ranks of torchrun exchange their progress through the store:
+`failure_detector.py`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from offloadtrain.runtime.launcher_link import Link, Pulse
 CPU_MOVES_S = 0.02
 IO_MOVES_BYTES = 4 << 20
 LONGEST = 4.0
-"""Times the longest healthy silence of a phase."""
+"""Factor on the longest healthy silence of a phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The work in progress within a phase, and how many of its bytes are done."""
+    """The current work within a phase, and how many of its bytes are done."""
 
     what: str
     done_bytes: int
@@ -52,16 +53,16 @@ class Part:
 
 
 class Heartbeat:
-    """The progress of this process. Every thread may call every method.
+    """The progress of this process. Every method may be called on any thread.
 
     Attributes:
         phase: the current activity, in words.
-        part: what of it is being done, if that is known.
+        part: the current part of the phase; None if unknown.
         spent_s: part → the seconds that it has taken so far.
         cpu_counts: whether processor time of the training thread is progress.
-        held_up: something outside takes its time, which is no hang.
-        watched: a watchdog tells of hangs.
-        collective_of: the last collective of weights or gradients that was launched, and its owner.
+        held_up: an external activity takes time; this is not a hang.
+        watched: a watchdog reports hangs.
+        collective_of: name of the collective of weights or gradients that was launched last.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Heartbeat:
         self.held_up = self.watched = False
         self.collective_of = ""
         self.beats = 0
-        # Keyed by thread: each writes its own key only, so that no count is lost without a lock.
+        # Keyed by thread: each thread writes only its key, so that no count is lost without a lock.
         self._entered: dict[int, int] = {}
         self._inside: set[int] = set()
 
@@ -83,7 +84,7 @@ class Heartbeat:
         self.beats += 1
 
     def advance(self, what: str, done_bytes: int, total_bytes: int) -> None:
-        """Note how far a part of the phase is. One thread at a time sets up."""
+        """Record the progress of a part of the phase. Only one thread at a time sets up."""
         now_s = time.monotonic()
         part = self.part
         if part is not None and part.what == what and part.done_bytes < part.total_bytes:
@@ -92,12 +93,13 @@ class Heartbeat:
         self.beats += 1
 
     def beat(self) -> None:
-        """Note progress within a phase. Threads may lose each other's: any change is progress."""
+        """Record progress within a phase. Threads may overwrite each other's count: any change
+        counts."""
         self.beats += 1
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Note that this thread waits for other ranks."""
+        """Record that this thread waits for other ranks."""
         thread = threading.get_ident()
         self._entered[thread] = self._entered.get(thread, 0) + 1
         self._inside.add(thread)
@@ -109,7 +111,7 @@ class Heartbeat:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Note that this thread computes, within a `collective` that waits now and then."""
+        """Record that this thread computes, within a `collective` that sometimes waits."""
         thread = threading.get_ident()
         waited = thread in self._inside
         self._inside.discard(thread)
@@ -123,7 +125,7 @@ class Heartbeat:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Note that something outside takes its time: a paused terminal, a logger's server."""
+        """Record that an external activity takes time: a paused terminal, a logger's server."""
         self.held_up = True
         try:
             yield
@@ -132,12 +134,13 @@ class Heartbeat:
 
     @property
     def waits(self) -> bool:
-        """Whether a thread of this process waits for other ranks."""
+        """True if a thread of this process waits for other ranks."""
         return bool(self._inside)
 
     @property
     def collectives(self) -> int:
-        """Collectives that this rank has entered: the rank with the fewest holds the others up."""
+        """Number of collectives that this rank has entered: the rank with the fewest blocks the
+        others."""
         return sum(list(self._entered.values()))
 
     @property
@@ -147,11 +150,12 @@ class Heartbeat:
 
 
 HEARTBEAT = Heartbeat()
-"""This process's, like its signal handlers: a process trains one model at a time."""
+"""The heartbeat of this process. Global, like signal handlers: a process trains one model at a
+time."""
 
 
 class Silence:
-    """Measures how long nothing has moved. One thread looks, every second or more often."""
+    """Measures how long there was no progress. One thread calls `look`, at least once a second."""
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class Silence:
         """`least_limit_s`: the limit of a phase without longer healthy silences.
 
         Attributes:
-            lanes: describes the engine's lanes: their queues move too.
+            lanes: describes the engine's lanes: changes of their queues are progress too.
         """
         self._heartbeat, self._least_limit_s, self._clock = heartbeat, least_limit_s, clock
         self.lanes: Callable[[], str] = str
@@ -183,7 +187,7 @@ class Silence:
         """Return the length of the silence, in seconds.
 
         Args:
-            most_s: the longest time since the last look that counts; this thread slept no longer.
+            most_s: the longest time since the last call that counts; this thread slept no longer.
         """
         now_s = self._clock()
         passed_s, self._looked_s = min(now_s - self._looked_s, most_s), now_s
@@ -220,8 +224,8 @@ def _kind(phase: str) -> str:
 
 
 def moved_bytes() -> int:
-    """Return the bytes that this process has read and written; 0 where the kernel does not
-    count."""
+    """Return the bytes that this process has read and written; 0 if the kernel does not
+    count them."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file.read().splitlines())
@@ -234,7 +238,7 @@ LOOK_EVERY_S = 0.25
 NEVER_S = 1e9
 """A limit that no silence reaches."""
 REPORT_S = 4.0
-"""Time for a report."""
+"""Maximum time for a report."""
 NO_PROGRESS = "makes no progress"
 
 
@@ -242,8 +246,8 @@ class Watchdog:
     """Watches this process while entered.
 
     Attributes:
-        log: writes the text of a report to the run's log; None before there is one.
-        run: the run folder, for the launcher; "" before it has begun.
+        log: writes the text of a report to the run's log; None before there is a log.
+        run: the run folder, for the launcher; "" before the run has begun.
     """
 
     def __init__(
@@ -257,9 +261,9 @@ class Watchdog:
     ) -> None:
         """
         Args:
-            least_limit_s: least silence in seconds that is a hang; 0: none is.
+            least_limit_s: least silence in seconds that is a hang; 0: no limit.
             hung_code: exit code of a process that hangs.
-            judges: end this process if it hangs; otherwise others judge.
+            judges: end this process if it hangs; otherwise launcher or detector decides.
         """
         self._heartbeat, self._link, self._judges = heartbeat, link, judges
         self._hung_code = hung_code
@@ -282,7 +286,8 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._heartbeat.watched = False
-        # It looks again within a moment: an end of the process must not wait for a blocked report.
+        # The thread checks again shortly: the end of the process must not wait for a blocked
+        # report.
         self._thread.join(4 * LOOK_EVERY_S)
 
     def watch_lanes(self, state: Callable[[], str]) -> None:
@@ -290,7 +295,7 @@ class Watchdog:
         self._silence.lanes = state
 
     def pulse(self) -> Pulse:
-        """Return what this process says of itself."""
+        """Return the state of this process for the launcher or other ranks."""
         heartbeat, silence = self._heartbeat, self._silence
         return Pulse(
             phase=heartbeat.phase,
@@ -311,11 +316,12 @@ class Watchdog:
             self.log(f"{cause}; {doing}\n{stacks()}")
 
     def end_hung(self, cause: str) -> None:
-        """Report, and end the process at once: an orderly end would wait for what hangs."""
-        # In a few seconds: what it needs may be what hangs.
+        """Report, and end the process at once: an orderly end would wait for the hanging
+        operation."""
+        # On a thread with a timeout: the report may need the resource that hangs.
         thread = threading.Thread(target=lambda: self.report(cause), name="report", daemon=True)
         thread.start()
-        # No longer: a report that hangs is given up with its thread, and the process ends.
+        # After the timeout a hanging report is abandoned with its thread, and the process ends.
         thread.join(REPORT_S)
         os._exit(self._hung_code)
 
@@ -323,7 +329,7 @@ class Watchdog:
         while not self._over.is_set():
             silent_s = self._silence.look(most_s=4 * LOOK_EVERY_S)
             if self._link is not None:
-                # The launcher is told, and listened to until the next look.
+                # Send the pulse to the launcher, and wait for its answer until the next look.
                 self._link.send(asdict(self.pulse()))
                 try:
                     message = self._link.receive(LOOK_EVERY_S)
@@ -338,7 +344,7 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads of this process, the newest call last."""
+    """Return the stacks of all threads of this process, newest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     sections = []
     for ident, frame in sys._current_frames().items():
@@ -351,10 +357,10 @@ def stacks() -> str:
 
 
 def judge(pulses: dict[int, Pulse]) -> list[int]:
-    """Return the ranks that hang, those that hold the others up first; [] while none does.
+    """Return the ranks that hang, those that block the others first; [] if none hangs.
 
-    A rank that waits for others in a collective does not hang: the one that it waits for does. If
-    all wait, they wait for the rank that has entered the fewest.
+    A rank that waits for others in a collective does not hang: the rank that it waits for does. If
+    all wait, they wait for the rank that has entered the fewest collectives.
     """
     silent = [rank for rank, pulse in pulses.items() if pulse.silent_s >= pulse.limit_s]
     hung = [rank for rank in silent if not pulses[rank].waits]

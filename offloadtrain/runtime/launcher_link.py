@@ -1,10 +1,10 @@
-"""A rank's end of its link to the launcher, `offloadtrain train --nproc`.
+"""A rank's end of the link to its launcher, `offloadtrain train --nproc`.
 
 [Note: No orphans]
 A rank must not outlive its launcher: nobody would see its output or stop it, and it would hold the
 lock of the run. So the kernel kills it when the launcher's thread ends (PR_SET_PDEATHSIG), however
-that ends. The link is a socket: its end of file says the same, where the kernel's signal did not
-arrive (it is lost when the launcher ends before the rank has asked for it).
+that happens. The link is a socket: its end of file reports the same, in case the kernel's signal
+did not arrive (it is lost if the launcher ends before the rank has requested it).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 VARIABLE = "OFFLOADTRAIN_LAUNCHER"
 STACKS = signal.SIGUSR2
-"""Signal that prints the stacks of all threads to stderr, also while none can run Python."""
+"""Signal that prints the stacks of all threads to stderr, even while no thread can run Python."""
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, STACKS)
-"""Signals that wait while a rank starts, until it handles them."""
+"""Signals that are blocked while a rank starts, until it handles them."""
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 1 << 14
 _inherited: Link | None = None
@@ -38,9 +38,9 @@ class Pulse:
 
     Attributes:
         silent_s, limit_s: seconds without progress, and how many of them are a hang.
-        collectives: number of collectives that it has entered.
-        waits: it waits for other ranks in one of them.
-        run: the run folder, once it has begun.
+        collectives: number of collectives that the rank has entered.
+        waits: the rank waits for other ranks in a collective.
+        run: the run folder, once the run has begun.
     """
 
     phase: str
@@ -55,7 +55,7 @@ class Link:
     """Messages between a rank and its launcher; neither end ever blocks on the other.
 
     Attributes:
-        store_fd: a listening socket for the store that rank 0 keeps.
+        store_fd: a listening socket for the store, for rank 0.
     """
 
     def __init__(self, end: socket.socket, store_fd: int | None = None) -> None:
@@ -63,12 +63,12 @@ class Link:
         self._end.setblocking(False)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or drop it: the launcher may be stopped, or have ended."""
+        """Send a message, or drop it: the launcher may be stopped, or may have ended."""
         with suppress(OSError):
             self._end.send(json.dumps(message).encode())
 
     def receive(self, wait_s: float = 0.0) -> Mapping[str, Any] | None:
-        """Return a message of the other end; None: there is none.
+        """Return a message of the other end, or None.
 
         Raises:
             EOFError: the other end has ended.
@@ -92,9 +92,10 @@ class Link:
 
 
 def attach() -> Link | None:
-    """Tie this process to the launcher that has started it; None: no launcher of ours has.
+    """Tie this process to the launcher that has started it; None without a launcher.
 
-    Call it first. Afterwards `STACKS` prints the stacks of this process, with or without one.
+    Call it first. Afterwards `STACKS` prints the stacks of this process, with or without a
+    launcher.
     """
     global _inherited
     faulthandler.register(STACKS, file=sys.__stderr__ or sys.stderr, all_threads=True)
@@ -109,17 +110,17 @@ def attach() -> Link | None:
 
 
 def is_attached() -> bool:
-    """Return whether a launcher of ours has started this process."""
+    """Return whether a launcher has started this process."""
     return _inherited is not None
 
 
 def store_fd() -> int | None:
-    """Return the launcher's listening socket for the ranks' store, which rank 0 alone inherits."""
+    """Return the launcher's listening socket for the ranks' store, which only rank 0 inherits."""
     return None if _inherited is None else _inherited.store_fd
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end now if it has ended already."""
+    """Make the kernel kill this process when its parent ends; end now if it has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

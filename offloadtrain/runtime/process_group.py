@@ -3,40 +3,41 @@
 [Note: Shards]
 Every flat buffer of a bucket is divided into one equal *shard* per rank, rank r's at elements [r·S,
 (r+1)·S). Gradients are summed into the shards by a reduce-scatter in place, so that each rank sends
-only its own shard to its host and updates only that; an all-gather in place assembles all shards on
-every device. Both move (N-1)/N of a bucket out of each rank. One rank has one shard and no
+only its shard to its host and updates only its shard; an all-gather in place assembles all shards
+on every device. Both move (N-1)/N of a bucket out of each rank. A single rank has one shard and no
 collective.
 
 [Note: Copies]
-In hybrid sharding the ranks form groups, those of a host as a rule. Each group holds all the state,
-divided into its shards; the others hold copies of it. A gradient is reduce-scattered within the
-group; then the ranks that hold the same shard sum it among each other. What crosses hosts is one
-shard of a gradient; weights are gathered within the group. All copies have the same sums, make the
+In hybrid sharding the ranks form groups, usually those of a host. Each group holds all of the
+state, divided into its shards; the other groups hold copies of it. A gradient is reduce-scattered
+within the group; then the ranks with the same shard sum it among each other. Only one shard of a
+gradient crosses hosts; weights are gathered within the group. All copies have equal sums, make the
 same updates, and stay equal to the bit: every step compares them.
 
-Collectives are matched by their order. They run on one lane, and every rank launches them in one
-order (`engine.gradients.ReduceOrder`). Host values for decisions use a separate process
+Collectives are matched by their order. They run on one lane, and every rank launches them in the
+same order (`engine.gradients.ReduceOrder`). Host values for decisions use a separate process
 group, so that they never interfere.
 
 [Note: Names of groups]
-torch names a group of some ranks after these ranks and the number of groups that its process holds.
-Members with different numbers would wait for each other for ever, and a live group's name comes
-again once another group was destroyed. So the members agree on a number, larger than any before
-among them, and hold as many groups while they make theirs.
+torch names a subgroup after its ranks and the number of groups that the process has.
+Members with different numbers would wait for each other forever, and a live group's name is
+reused after another group was destroyed. So the members agree on a number, larger than any before
+among them, and each has as many groups when it makes this one.
 
 [Note: Long waits]
-In a loop of the user's own, a call that only some of the ranks make leaves them waiting until the
-process group gives up, after half an hour by torch's default, and silently. So a thread says where
-this process waits for other ranks, if that takes long. Jobs have the watchdog.
+In a user's own loop, a call that only some of the ranks make leaves them waiting until the
+process group times out, after half an hour by torch's default, and silently. So a thread reports
+where this process waits for other ranks, if that takes long. Jobs have the watchdog.
 
 [Note: Lost ranks]
-What torch's backends raise names an address. So a rank whose own code has failed says so in the
-store of `init_process_group`, and the others, whose exchanges fail once its process has ended, look
-there. That is for loops of users: jobs have the failure detector, which ends ranks that wait, too.
+Errors of torch's backends contain an address. So a rank whose own code has failed reports this in
+the store of `init_process_group`, and the others, whose collectives fail once its process has
+ended, read it there. This is for loops of users: jobs have the failure detector, which also ends
+waiting ranks.
 
 [Note: No pickles]
-torch's object collectives unpickle what arrives, and a pickle can run code. Ranks therefore
-exchange tensors and JSON only: what arrives can be wrong, but it is never executed.
+torch's object collectives unpickle the received bytes, and a pickle can run code. Ranks therefore
+exchange only tensors and JSON: received data can be wrong, but is never executed.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ LOOK_EVERY_S = 5.0
 _started = threading.Lock()
 
 Group = dist.ProcessGroup
-# torch 2.13 has given both a new name and deprecates the old one.
+# torch 2.13 has renamed both and deprecates the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_to_all_single = dist.all_to_all_single
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class RankError(OffloadTrainError):
-    """Ranks differ in what they do, or one of them has failed."""
+    """Ranks have diverged, or one of them has failed."""
 
 
 class LostRankError(RankError):
-    """An exchange has failed, as another rank has ended."""
+    """A collective has failed because another rank has ended."""
 
 
 UNTRAINED = "untrained"
@@ -100,7 +101,7 @@ class Extent:
 
 
 class Ranks:
-    """One rank among `size`; alone, every call returns at once.
+    """One rank among `size`; for a single rank every call returns at once.
 
     Attributes:
         rank: rank of this process.
@@ -111,7 +112,7 @@ class Ranks:
         """Join the processes of `group`; each of them must call this at the same point.
 
         Args:
-            group: group that shards the state; None: this process alone.
+            group: group that shards the state; None: only this process.
             device: device of gradients and weights: NCCL for a GPU, Gloo for the CPU.
         """
         self.rank, self.size = 0, 1
@@ -124,14 +125,15 @@ class Ranks:
             self._join(dist.get_process_group_ranks(group), device)
 
     def _join(self, members: list[int], device: torch.device | None) -> None:
-        """Make the groups of `members`: for collectives on `device`, and Gloo's for the host."""
+        """Create the groups of `members`: for collectives on `device`, and a Gloo group for the
+        host."""
         if len(members) == 1:
             return
         self.rank, self.size = members.index(dist.get_rank()), len(members)
         on_gpu = device is not None and device.type == "cuda"
         self._of_some = self.size < dist.get_world_size()
         for backend in ("nccl" if on_gpu else "gloo", "gloo"):
-            # Other ranks need not call this for a subgroup.
+            # Ranks outside a subgroup need not call this.
             with _named_alike(members) if self._of_some else nullcontext():
                 made = dist.new_group(
                     members,
@@ -139,7 +141,7 @@ class Ranks:
                     use_local_synchronization=self._of_some,
                     timeout=_timeout(),
                 )
-            assert isinstance(made, Group)  # this process is one of them
+            assert isinstance(made, Group)  # this process is a member
             self._groups.append(made)
             if backend == "gloo":  # a rank may close before others connect: meet first
                 with HEARTBEAT.collective():
@@ -150,7 +152,7 @@ class Ranks:
         """Return the ranks of `group`; None: all ranks.
 
         Raises:
-            ValueError: this process is none of them, and would train alone.
+            ValueError: this process is not a member, and would train alone.
         """
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -166,11 +168,11 @@ class Ranks:
     def hybrid(
         cls, shards: Group, copies: Group, everyone: list[int], device: torch.device
     ) -> Ranks:
-        """Return the ranks of `shards`, which share the state, and those that hold copies of it:
-        see [Note: Copies].
+        """Return the ranks of `shards`, which share the state, with the ranks that hold copies of
+        it: see [Note: Copies].
 
         Args:
-            copies: the ranks that hold this rank's shard, in the order of their groups.
+            copies: the ranks that hold the same shard as this rank, in the order of their groups.
             everyone: the ranks of all groups, group after group.
         """
         ranks = cls(shards, device)
@@ -180,8 +182,8 @@ class Ranks:
 
     @classmethod
     def with_experts(cls, everyone: list[int], same: Group | None, device: torch.device) -> Ranks:
-        """Return the ranks of `everyone`, and those that hold the same experts as this one; see
-        [Note: Sharers] in `step.layout.step_spec`."""
+        """Return the ranks of `everyone`, with the ranks that hold the same experts as this one;
+        see [Note: Sharers] in `step.layout.step_spec`."""
         ranks = cls()
         ranks._join(everyone, device)
         ranks._of_experts = cls(same, device)
@@ -189,23 +191,23 @@ class Ranks:
 
     @property
     def of_experts(self) -> Ranks:
-        """The ranks that hold the same experts; without expert parallelism all."""
+        """The ranks that hold the same experts; all ranks without expert parallelism."""
         return self._of_experts or self
 
     @property
     def copies(self) -> Ranks:
-        """The ranks that hold the same shard; without hybrid sharding this one alone."""
+        """The ranks that hold the same shard; only this rank without hybrid sharding."""
         return self._copies or ALONE
 
     @property
     def everyone(self) -> Ranks:
-        """The ranks whose batches make a step: those of all copies."""
+        """The ranks whose batches form a step: those of all copies."""
         return self._everyone or self
 
     @classmethod
     def fake(cls, size: int, copies: int = 1, expert_parts: int = 1) -> Ranks:
-        """Return rank 0 of `size` virtual ranks, so many of which hold different experts, and of so
-        many copies, for code that depends on sizes only."""
+        """Return rank 0 of `size` virtual ranks, with `copies` copies and different experts on
+        `expert_parts` ranks, for code that depends on sizes only."""
         ranks = cls()
         ranks.size = size
         if expert_parts > 1:
@@ -220,23 +222,23 @@ class Ranks:
 
     @property
     def members(self) -> list[int]:
-        """The numbers of these processes among all."""
+        """World ranks of these processes."""
         return dist.get_process_group_ranks(self._groups[-1]) if self._groups else [self.world_rank]
 
     @property
     def world_rank(self) -> int:
-        """The number of this process among all, including ranks outside the group."""
+        """World rank of this process; defined outside the group, too."""
         known = dist.is_available() and dist.is_initialized()
         return dist.get_rank() if known else self.rank
 
     @property
     def world_size(self) -> int:
-        """The world size, including ranks outside the group."""
+        """World size, including ranks outside the group."""
         known = dist.is_available() and dist.is_initialized()
         return max(self.size, dist.get_world_size()) if known else self.size
 
     def shard(self, numel: int) -> tuple[int, int]:
-        """Return this rank's [lo, hi) of `numel` elements, divisible by `size`."""
+        """Return this rank's [lo, hi) of `numel` elements; `numel` is divisible by `size`."""
         count = numel // self.size
         return self.rank * count, (self.rank + 1) * count
 
@@ -267,21 +269,21 @@ class Ranks:
         """All-gather a few numbers.
 
         Args:
-            row: (k,), the same size on every rank.
+            row: (k,), of equal size on every rank.
 
         Returns:
-            (size, k) fp64 on the host, the same on every rank.
+            (size, k) fp64 on the host, equal on every rank.
         """
         return self.send_host(row)()
 
     def send_host(self, row: Sequence[float] | Tensor) -> Callable[[], Tensor]:
-        """Begin an all-gather of a few numbers; every rank begins its own in the same order.
+        """Start an all-gather of a few numbers; every rank must start it in the same order.
 
         Args:
-            row: (k,), the same size on every rank.
+            row: (k,), of equal size on every rank.
 
         Returns:
-            A function that waits for the other ranks and returns what `all_gather_host` does.
+            A function that waits for the other ranks and returns the result of `all_gather_host`.
         """
         local_row = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1).clone()
         if self.is_single:
@@ -290,8 +292,8 @@ class Ranks:
         work = all_gather_single(rows, local_row, group=self._groups[1], async_op=True)
 
         def wait() -> Tensor:
-            # As late as the caller needs the rows: it has computed since. A rank that waits here
-            # is not the one that hangs.
+            # As late as the caller needs the rows, so that it can compute before. A rank that waits
+            # here is not the rank that hangs.
             with HEARTBEAT.collective():
                 work.wait()
             return rows
@@ -307,28 +309,28 @@ class Ranks:
                 dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
 
     def assemble(self, whole: Tensor, parts: Sequence[tuple[int, int]]) -> None:
-        """Fill `whole` (n,) on the host, of which each rank has its own [lo, hi) already.
+        """Fill `whole` (n,) on the host; each rank has its [lo, hi) already.
 
         Args:
-            parts: [lo, hi) of each rank in order, the same on every rank.
+            parts: [lo, hi) of each rank in order, equal on every rank.
         """
         for source, (lo, hi) in enumerate(parts):
             if lo < hi:
                 self.broadcast(whole[lo:hi], source)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Broadcast rank 0's `value`, made of JSON's types ([Note: No pickles]).
+        """Broadcast rank 0's `value`, made of JSON types ([Note: No pickles]).
 
         Returns:
-            The value, equal on every rank; among several, tuples have become lists.
+            The value, equal on every rank; with several ranks, tuples become lists.
         """
         return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather every rank's `value`, made of JSON's types, in rank order; tuples become lists."""
+        """Gather every rank's `value`, made of JSON types, in rank order; tuples become lists."""
         if self.is_single:
             return [value]
-        # Raises TypeError for what JSON does not have.
+        # Raises TypeError for types that JSON does not have.
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = self.all_gather_host([text.numel()])[:, 0].long().tolist()
         texts = torch.zeros(self.size, max(sizes), dtype=torch.uint8)
@@ -344,7 +346,7 @@ class Ranks:
         self.all_gather_host([0.0])
 
     def close(self) -> None:
-        """Release the groups after their operations are done. Idempotent."""
+        """Release the groups after their operations are complete. Idempotent."""
         for other in (self._copies, self._everyone, self._of_experts):
             if other is not None:
                 other.close()
@@ -356,15 +358,15 @@ class Ranks:
     def let_go(self) -> None:
         """Release groups that `torch.distributed` has destroyed already. Waits for their threads.
 
-        Where this is left to the end of the interpreter, a thread of Gloo that still frees the
-        tensors of the last exchange waits for the interpreter's lock, and aborts the process.
+        If this is left to the end of the interpreter, a Gloo thread that still frees the
+        tensors of the last collective waits for the GIL, and aborts the process.
         """
         if not dist.is_initialized():
             self.close()
 
 
 def _timeout() -> timedelta | None:
-    """Return the timeout that `init_process_group` was given: new groups would have torch's."""
+    """Return the timeout of `init_process_group`: new groups would have torch's default."""
     world = dist.distributed_c10d._get_default_group()
     backends = (world._get_backend(device) for device in world._device_types)
     options = (getattr(backend, "options", None) for backend in backends)
@@ -372,12 +374,12 @@ def _timeout() -> timedelta | None:
 
 
 _named: dict[tuple[int, ...], list[int]] = {}
-"""Members of groups of some ranks → the number in the name of each group."""
+"""Members of a subgroup → the number in the name of each of its groups."""
 
 
 @contextmanager
 def _named_alike(members: Sequence[int]) -> Iterator[None]:
-    """A group is made inside; see [Note: Names of groups]."""
+    """Create a group in this context; see [Note: Names of groups]."""
     names, group_names = (
         _named.setdefault(tuple(members), []),
         dist.distributed_c10d._world.pg_names,
@@ -403,11 +405,11 @@ ALONE = Ranks()
 
 
 def tell_of_long_waits() -> None:
-    """Say where this process waits for others, if that takes long; see [Note: Long waits]. It is
-    watched until it ends, once for all of its optimizers."""
+    """Start to report where this process waits for other ranks, if that takes long; see [Note: Long
+    waits]. One thread per process, until the process ends."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if several and _started.acquire(blocking=False):
-        # A daemon: it holds nothing, and must not keep a process from ending.
+        # A daemon: it holds no resources, and must not keep a process from ending.
         rank = dist.get_rank()
         threading.Thread(target=_watch, args=(rank,), name="long waits", daemon=True).start()
 
@@ -436,7 +438,7 @@ def _watch(rank: int) -> None:
 
 
 def _place() -> str:
-    """Name the line of the user's code that the training thread is in."""
+    """Return the line of the user's code that the training thread is in."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     called, line = called_from(frame)
     return f"in {called or 'a call'}(){' at ' + line if line else ''}"
@@ -448,15 +450,15 @@ _FAILED = "offloadtrain: a rank's own code has failed"
 
 
 def is_of_exchange(error: BaseException) -> bool:
-    """Tell whether a backend of torch raised it. Gloo's are RuntimeErrors with a place in its
-    source."""
+    """Return True if a torch backend raised the error. Gloo raises RuntimeErrors with a place in
+    its source."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)
     )
 
 
 def lost(what: str) -> str:
-    """Return a sentence on `what`, which has lost another rank, with that one's error if known."""
+    """Return a sentence that `what` has lost another rank, with that rank's error if known."""
     with suppress(Exception):  # the store may have ended with the rank that hosts it
         store = dist.distributed_c10d._get_default_store()
         if store.check([_FAILED]):
@@ -469,13 +471,13 @@ def lost(what: str) -> str:
 
 @contextmanager
 def telling(who: str) -> Iterator[None]:
-    """Exchanges with other ranks are inside, and code of the user.
+    """A context for collectives and user code: reports errors of user code to the other ranks.
 
     Args:
-        who: this rank, for messages of others.
+        who: this rank, for messages of other ranks.
 
     Raises:
-        LostRankError: an exchange has failed.
+        LostRankError: a collective has failed.
     """
     try:
         yield

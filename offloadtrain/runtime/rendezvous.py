@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: the store, and the default process group of torch."""
+"""Rendezvous of the ranks of a run: the store, and torch's default process group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from offloadtrain.runtime.process_group import RankError
 
 
 def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
-    """Make the default process group; return the store that outlives restarts of the ranks.
+    """Create the default process group; return the store that outlives restarts of the ranks.
 
-    Every attempt has its own keys, so that values of dead ranks are not read.
+    Every attempt has separate keys, so that values of dead ranks are not read.
 
     Args:
-        on_gpu: NCCL in addition to Gloo, on the GPU of the local rank.
+        on_gpu: use NCCL in addition to Gloo, on the GPU of the local rank.
 
     Raises:
         RankError: the network, or another rank, has failed.
@@ -31,7 +31,7 @@ def connect(rank_info: RankInfo, *, on_gpu: bool, timeout_s: float) -> Store:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
         return _connected(rank_info, on_gpu=on_gpu, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, OSError) as error:  # torch's own are RuntimeErrors
+    except (RuntimeError, OSError) as error:  # torch raises RuntimeErrors
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankError(f"the ranks cannot be connected through {host}:{port}: {why}") from error
 
@@ -59,21 +59,21 @@ def _connected(rank_info: RankInfo, *, on_gpu: bool, timeout: timedelta) -> Stor
         world_size=rank_info.size,
         timeout=timeout,
     )
-    # A separate connection: one that waits for a key blocks other requests.
+    # A separate connection: a request that waits for a key blocks other requests.
     return TCPStore(host, port, None, False, timeout)
 
 
 def stay_on_this_host() -> None:
-    """Make Gloo and NCCL listen on the loopback interface only, unless the user named another."""
+    """Make Gloo and NCCL listen on the loopback interface only, unless the user has set another."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
 def _listen(host: str, port: int, inherited_fd: int | None) -> int:
-    """Return a listening socket for the store at this address only: torch's own listens on all.
+    """Return a listening socket for the store at this address only: torch's listens on all.
 
     Args:
-        inherited_fd: the launcher's, which listens already.
+        inherited_fd: the launcher's socket, which listens already.
 
     Raises:
         ConfigError: the address is not this host's, or the port is taken.
@@ -91,7 +91,7 @@ def _listen(host: str, port: int, inherited_fd: int | None) -> int:
 
 
 def join_through(file: Path, rank: int, size: int, *, on_gpu: bool) -> None:
-    """Make the default process group of processes of this host that share a file, which is new."""
+    """Create the default process group of processes on this host that share `file`, a new file."""
     stay_on_this_host()
     if on_gpu:
         torch.cuda.set_device(rank)
@@ -101,7 +101,7 @@ def join_through(file: Path, rank: int, size: int, *, on_gpu: bool) -> None:
 
 
 def attempt_store(store: Store, rank_info: RankInfo) -> Store:
-    """Store with keys of this attempt only."""
+    """Return a store with the keys of this attempt only."""
     prefix = f"offloadtrain/attempt{rank_info.attempt}"
     return PrefixStore(prefix, store)  # type: ignore[arg-type]
 

@@ -1,17 +1,18 @@
-"""What this rank holds of a parameter: all of it, or the local part of a DTensor.
+"""This rank's share of a parameter: all of it, or the local part of a DTensor.
 
 Tensor parallelism (`parallelize_module`) replaces parameters by DTensors, whose shape is that of
-the whole matrix. The engine moves, sums and updates the parts of ranks as it does whole parameters;
-checkpoints name them as ranges of the whole.
+the full matrix. The engine moves, sums and updates the parts of ranks like full parameters;
+checkpoints describe them as ranges of the full parameter.
 
 [Note: Parts of matrices]
 A DTensor that `parallelize_module` has made is divided along one dimension. Its part is one range
-of the whole in the order of memory if that dimension varies slowest there. So a matrix that is
-divided by columns is kept column by column (`kept_by_columns`): a checkpoint then names every part
-by one range of elements, as it does the shards of ranks, and any mesh can read it. A matrix may be
-several ones below each other (queries, keys and values; gate and value of an MLP): each of them is
-divided, and a part is as many ranges. Its module says so by `fused_rows`, the rows of each. So do
-the matrices of experts, a tensor of three axes: each is divided alike, and has its own ranges.
+of the full matrix in memory order if that dimension varies slowest in memory. So a matrix that is
+divided by columns is stored column by column (`kept_by_columns`): a checkpoint then describes every
+part by one range of elements, like the shards of ranks, and any mesh can read it. A matrix may be
+a stack of several (queries, keys and values; gate and value of an MLP): each of them is
+divided, and a part has as many ranges. Its module declares this by `fused_rows`, the rows of each.
+The matrices of experts, a tensor with three axes, are also divided one by one, each with its
+ranges.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from torch.autograd.graph import increment_version
 from offloadtrain.config.errors import OffloadTrainError
 
 FUSED_ROWS = "fused_rows"
-"""Attribute of a module: name of a parameter that is several ones, one after the other, along the
-divided dimension → the rows of each."""
+"""Attribute of a module: name of a parameter that stacks several matrices along the divided
+dimension → the rows of each."""
 
 
 EXPERTS = "ep"
-"""Axis of a mesh whose ranks hold different experts."""
+"""Mesh axis whose ranks hold different experts."""
 
 
 AS_LARGE_AS_EXPERTS = "as_large_as_experts"
@@ -41,29 +42,29 @@ AS_LARGE_AS_EXPERTS = "as_large_as_experts"
 
 
 class PartError(OffloadTrainError):
-    """A part of a parameter that is not a few ranges of the whole."""
+    """A part of a parameter cannot be described by a few ranges of the full parameter."""
 
 
 class Range(NamedTuple):
     """Elements of a part, in the order of its memory: [lo, lo + length) are [at, at + length) of
-    the whole parameter."""
+    the full parameter."""
 
     lo: int
     at: int
     length: int
 
     def within(self, lo: int, hi: int) -> Range:
-        """Return what of it is in [lo, hi) of the part; it may be empty."""
+        """Return the intersection with [lo, hi) of the part; it may be empty."""
         first, last = max(self.lo, lo), min(self.lo + self.length, hi)
         return Range(first, self.at + first - self.lo, max(last - first, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank holds of a parameter.
+    """This rank's share of a parameter.
 
     Attributes:
-        shape, stride: of the whole parameter.
+        shape, stride: those of the full parameter.
         ranges: in the order of its memory.
     """
 
@@ -73,7 +74,7 @@ class Share:
 
     @property
     def is_part(self) -> bool:
-        """Other ranks hold the rest of it."""
+        """True if other ranks hold the rest of the parameter."""
         return sum(part.length for part in self.ranges) < math.prod(self.shape)
 
     def of(self, whole: Tensor) -> Tensor:
@@ -84,20 +85,20 @@ class Share:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Tell whether it is a DTensor, without importing their module."""
+    """Return True if it is a DTensor, without importing the module of DTensors."""
     return hasattr(tensor, "_local_tensor")
 
 
 def holds_experts(tensor: Any) -> bool:
-    """Tell whether it is a DTensor of experts, divided along the axis "ep"; or on the meta device
-    a tensor as large as a part of them, marked `AS_LARGE_AS_EXPERTS`."""
+    """Return True for a DTensor of experts, divided along the axis "ep"; on the meta device also
+    for a tensor as large as a part of them, marked `AS_LARGE_AS_EXPERTS`."""
     if not is_distributed(tensor):
         return hasattr(tensor, AS_LARGE_AS_EXPERTS)
     return bool(tensor.device_mesh.mesh_dim_names == (EXPERTS,))
 
 
 class LocalPart:
-    """A DTensor parameter, whose `data` is what this rank holds of it."""
+    """A DTensor parameter; `data` is this rank's part of it."""
 
     __slots__ = ("param",)
 
@@ -112,14 +113,14 @@ class LocalPart:
     @data.setter
     def data(self, view: Tensor) -> None:
         before = self.data._version
-        # Counts writes of its own, as a parameter does whose data is set: not the engine's, into
-        # the buffer that is viewed.
+        # The new tensor has another version counter, as for a parameter whose data is set: it does
+        # not count the engine's writes into the buffer.
         self.param._local_tensor = view.data
         while self.data._version < before:
             increment_version(self.data)
 
     def of_gradient(self, grad: Any) -> Tensor:
-        """Return this rank's part of a gradient. One that is still to be summed is summed here, in
+        """Return this rank's part of a gradient. A partial gradient is summed here, in
         a collective of the mesh: its ranks run the same backward."""
         if grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
@@ -127,35 +128,36 @@ class LocalPart:
         return local_tensor
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make it a DTensor of this dtype on this device, the same object."""
+        """Turn the same object into a DTensor of this dtype on this device."""
         moved = self.data.to(device, dtype)
         made = nn.Parameter(rebuilt(self.param, moved), self.param.requires_grad)
         torch.utils.swap_tensors(self.param, made)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     local_tensor: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local_tensor
 
 
 def part_as(param: Any, values: Any) -> Tensor:
-    """Return this rank's part of values of a parameter's shape, divided as the parameter is; where
-    they are divided otherwise, in a collective of its mesh."""
+    """Return this rank's part of values in a parameter's shape, divided like the parameter; if
+    they are divided in another way, in a collective of its mesh."""
     if is_distributed(values) and values.placements != param.placements:
         values = values.redistribute(param.device_mesh, param.placements)
     return local(values)
 
 
 def is_divided(tensor: Any) -> bool:
-    """Tell whether ranks of tensor parallel hold parts of it: they all hold the same experts."""
+    """Return True if tensor-parallel ranks hold parts of it; False for experts, which they all
+    hold."""
     if not is_distributed(tensor) or holds_experts(tensor):
         return False
     return not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def rebuilt(like: Any, part: Tensor, stride: tuple[int, ...] | None = None) -> Tensor:
-    """Return a DTensor as `like`, by default with its stride, whose local part is `part`."""
+    """Return a DTensor like `like`, by default with its stride, whose local part is `part`."""
     made: Tensor = type(like).from_local(
         part,
         like.device_mesh,
@@ -168,13 +170,13 @@ def rebuilt(like: Any, part: Tensor, stride: tuple[int, ...] | None = None) -> T
 
 
 def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
-    """Return what this rank holds of a DTensor.
+    """Return this rank's share of a DTensor.
 
     Args:
-        fused_rows: the rows of each matrix that it is made of; (): it is one.
+        fused_rows: the rows of each matrix that it stacks; (): a single matrix.
 
     Raises:
-        PartError: it is divided in another way than [Note: Parts of matrices] says.
+        PartError: it is divided in another way than in [Note: Parts of matrices].
     """
     shape, stride = tuple(param.shape), tuple(param.stride())
     divided = [
@@ -185,7 +187,7 @@ def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
     dim, parts = divided[0], param.device_mesh.size()
     rows = tuple(fused_rows) or (shape[dim],)
     outer = [axis for axis, other in enumerate(stride) if other > stride[dim]]
-    named = outer in ([], [0] if len(shape) > 2 else [])  # [0]: experts, with ranges of their own
+    named = outer in ([], [0] if len(shape) > 2 else [])  # [0]: experts, with separate ranges
     if len(param.placements) > 1 or not named or any(count % parts for count in rows):
         raise PartError(
             f"'{name}' {list(shape)} is divided into {parts} parts along dimension {dim} of the "
@@ -198,7 +200,7 @@ def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
 
 
 def _ranges(rows: Sequence[int], width: int, rank: int, parts: int) -> Iterator[Range]:
-    """Yield the range of each matrix; `width`: elements of a row."""
+    """Yield the range of each matrix; `width`: number of elements per row."""
     above, at = 0, 0
     for count in rows:
         each = count // parts
@@ -207,7 +209,7 @@ def _ranges(rows: Sequence[int], width: int, rank: int, parts: int) -> Iterator[
 
 
 def shares_of(model: nn.Module) -> dict[nn.Parameter, Share]:
-    """Return what this rank holds of every DTensor parameter of a model.
+    """Return this rank's share of every DTensor parameter of a model.
 
     Raises:
         PartError: as `share_of`.
@@ -221,13 +223,13 @@ def shares_of(model: nn.Module) -> dict[nn.Parameter, Share]:
 
 
 def fused_rows_of(module: nn.Module, name: str) -> Sequence[int]:
-    """Return the rows of each matrix that a parameter is made of, by its (qualified) name."""
+    """Return the rows of each matrix that a parameter stacks, by its (qualified) name."""
     rows: Sequence[int] = getattr(module, FUSED_ROWS, {}).get(name.rpartition(".")[2], ())
     return rows
 
 
 def kept_by_columns(module: nn.Linear) -> None:
-    """Keep a DTensor weight that is divided by columns column by column: the same values."""
+    """Store a DTensor weight that is divided by columns column by column, with equal values."""
     weight: Any = module.weight
     part = local(weight).detach()
     turned = torch.empty_like(part.t(), memory_format=torch.contiguous_format).t()
@@ -238,7 +240,7 @@ def kept_by_columns(module: nn.Linear) -> None:
 
 
 def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:
-    """Fill a weight of a module with this rank's part of a whole one, on the host."""
+    """Fill a weight of a module with this rank's part of a full weight on the host."""
     weight: Any = getattr(module, name)
     if not is_distributed(weight):
         weight.copy_(whole)

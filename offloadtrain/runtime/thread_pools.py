@@ -1,7 +1,8 @@
 """Pools of threads that start with the run, so that a refusal ends the start, not a later step.
 
-A pool of Python or OpenMP starts its threads when work comes. By then memory is filled, and under a
-limit (`ulimit -v`, `ulimit -u`, pids.max) a thread may be refused; OpenMP ends the process then.
+A pool of Python or OpenMP starts its threads when work arrives. By then memory is filled, and under
+a limit (`ulimit -v`, `ulimit -u`, pids.max) a thread may fail to start; OpenMP then ends the
+process.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from offloadtrain.hardware.direct_io import THREADS
 from offloadtrain.hardware.host_memory import refusal, require_threads_room
 
 POOLS = {"batches": 1, "checkpoint": THREADS}
-"""Name → threads, of what a run needs once it trains."""
+"""Name → number of threads of the pools that a run needs during training."""
 
 
 def started_pool(name: str, size: int) -> ThreadPoolExecutor:
     """Return a pool whose threads all run already.
 
     Raises:
-        HostMemoryError: one of them is refused, or an rlimit leaves too little for them.
+        HostMemoryError: a thread cannot be started, or an rlimit leaves too little memory.
     """
     require_threads_room()
     pool, gate = ThreadPoolExecutor(size, f"offloadtrain-{name}"), threading.Event()
@@ -43,5 +44,5 @@ def _pool_of_process(name: str, pid: int) -> ThreadPoolExecutor:
 
 
 def shared_pool(name: str) -> ThreadPoolExecutor:
-    """Return this process's pool of that name in `POOLS`; it lives as long as the process."""
+    """Return this process's pool of this name in `POOLS`; it lives as long as the process."""
     return _pool_of_process(name, os.getpid())  # threads do not survive a fork

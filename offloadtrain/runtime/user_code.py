@@ -1,4 +1,4 @@
-"""The line of the user's code that a stack comes from."""
+"""The line of the user's code in a stack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PYTHONS = f"{Path(os.__file__).parent}/"
 
 def called_from(frame: FrameType | None) -> tuple[str, str]:
     """Return the function of this package that the user's code has called, and the line of the
-    call; "" for what the stack does not hold."""
+    call; "" if the stack does not contain it."""
     called = ""
     while frame is not None:
         file = frame.f_code.co_filename

@@ -2,6 +2,6 @@
 
 Standard library only; no tensor, no stream, no model. `layout/` has the sizes and places of
 everything that moves, `program/` turns events into operations, `proof/` predicts and proves them.
-The engine interprets the program, the plan gives it costs. Start at `step_spec.StepSpec`, then
+The engine interprets the program, the plan assigns costs to it. Start at `step_spec.StepSpec`, then
 `program.Program`.
 """

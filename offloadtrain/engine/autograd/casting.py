@@ -1,16 +1,16 @@
-"""Casts for models with 16-bit weights: their fp32 inputs, and their losses.
+"""Casts for models with 16-bit weights: fp32 inputs, and losses.
 
 [Note: Casts]
-A model with 16-bit weights gets fp32 inputs: pixels, audio, but also timesteps, labels and masks,
-of which 16 bits keep 999 as 1000. torch refuses a product of fp32 with 16-bit weights, so a cast is
-needed there and nowhere else. It is made at the modules of torch whose forward refuses. Operations
-that a resident 16-bit model runs without a cast are not touched, so that its bits are the same.
-Modules with matrices of their own, and the layers of a list, get their first input cast if it is an
-input of the model as given: values computed in fp32 on purpose stay fp32.
-Loss functions inside the model compute in fp32, as under `torch.autocast`: three digits of a 16-bit
-loss are too few to see it fall. The mode that finds them costs a microsecond per operation; it is
-off inside the layers of a list, which hold no losses. A user's checkpoint must run the same in
-backward, where the mode is off: losses inside it are computed in the dtype they get.
+A model with 16-bit weights gets fp32 inputs: pixels and audio, but also timesteps, labels and
+masks, where a 16-bit cast would round 999 to 1000. torch rejects a product of fp32 inputs and
+16-bit weights, so a cast is made only there: at the torch modules whose forward rejects mixed
+dtypes. Operations that a resident 16-bit model runs without a cast are left alone, so that its
+bits are the same. Modules with their own matrices, and the layers of a list, cast their first
+input if it is an input of the model: values computed in fp32 on purpose stay fp32.
+Loss functions inside the model compute in fp32, as under `torch.autocast`: the three digits of a
+16-bit loss are too few to see it decrease. The mode that detects them costs a microsecond per
+operation; it is off inside the layers of a list, which compute no losses. A user's checkpoint must
+run the same in backward, where the mode is off: losses inside it are computed in their input dtype.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REFUSE = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell),
     *(nn.GRUCell, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-"""Modules whose forward raises where input and weights differ in dtype."""
+"""Modules whose forward raises if the dtypes of input and weights differ."""
 
 _LOSSES = {
     *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
@@ -62,12 +62,13 @@ def attach_casts(
     *,
     cast_inputs: bool | None,
 ) -> list[Removable]:
-    """Hooks that let a model with weights of `dtype` take fp32 inputs, and its losses be fp32.
+    """Attach hooks so that a model with weights of `dtype` accepts fp32 inputs and computes fp32
+    losses.
 
     Args:
         repeated: the layers of lists.
-        cast_inputs: None casts inputs where they meet a matrix; True casts all of them at the
-            entrance of the model, too; False casts none.
+        cast_inputs: None casts inputs where they meet a matrix; True also casts all inputs of the
+            model's forward; False casts none.
     """
     if dtype is torch.float32:
         return []
@@ -99,7 +100,7 @@ def _attach_matrices(
 
 
 def _matrix_sizes(module: nn.Module, dtype: torch.dtype) -> set[int]:
-    """Collect the sizes of the matrices that a module owns itself."""
+    """Return the sizes of the matrices that the module owns directly."""
     owned = [p for p in module.parameters(recurse=False) if p.dtype is dtype and p.dim() > 1]
     return {size for param in owned for size in param.shape} - {1}
 
@@ -120,8 +121,8 @@ class _CastAll(OfOneModel):
 
 
 class _CastRefused(OfOneModel):
-    """Hook of a module that refuses: if its first input has another dtype than its weights, casts
-    all inputs to the weights' dtype."""
+    """Hook of a module that rejects mixed dtypes: if its first floating-point input has another
+    dtype than its weights, casts all inputs to the weights' dtype."""
 
     __slots__ = ("_dtype", "_name")
 
@@ -131,13 +132,13 @@ class _CastRefused(OfOneModel):
 
     @engine_code
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Nearly always.
+        # Fast path: nearly all calls.
         if args and isinstance(args[0], Tensor) and args[0].dtype is self._dtype:
             return None
         first = next(_floating(args, kwargs), None)
         if first is None or first.dtype is self._dtype:
             return None
-        # A forward may have cast the weights themselves.
+        # The model's forward may have cast the weights themselves.
         dtypes = {param.dtype for param in module.parameters(recurse=False)}
         if self._dtype not in dtypes:
             raise ModelError(
@@ -155,7 +156,7 @@ class _CastRefused(OfOneModel):
 
 
 def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast so that the lowest fp32 number, which masks are made of, stays finite."""
+    """Cast a mask so that the lowest fp32 number, a usual mask value, stays finite."""
     if dtype.itemsize >= mask.itemsize:
         return mask.to(dtype)
     finite = mask.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
@@ -163,13 +164,13 @@ def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Given(OfOneModel):
-    """Hook of the model: remembers the memory of its fp32 inputs as long as they live. A recompute
-    may meet them in backward, and a later tensor may have the address of one that is gone."""
+    """Hook of the model: records the memory of its fp32 inputs while they are alive. A recompute
+    may use them in backward, and a later tensor may reuse the address of a freed input."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._gone: dict[int, Callable[[], bool]] = {}
-        """Address → a function that tells whether the input there is gone."""
+        """Address → a function that returns True once the input at this address is freed."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._gone = {address: gone for address, gone in self._gone.items() if not gone()}
@@ -185,8 +186,8 @@ class _Given(OfOneModel):
 
 
 class _CastGiven(OfOneModel):
-    """Hook of a layer, or a module with matrices: casts its first input to `dtype` if it is one of
-    the model's and, where `sizes` are given, has one of them."""
+    """Hook of a layer or of a module with matrices: casts its first input to `dtype` if it is an
+    input of the model and, unless `sizes` is None, has a dimension of one of these sizes."""
 
     __slots__ = ("_model_inputs", "_sizes")
 
@@ -217,7 +218,7 @@ def _is_floating(value: Any) -> bool:
 def _memory(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    # Inside torch.func's transforms a tensor has no storage.
+    # Inside torch.func transforms a tensor has no storage.
     except RuntimeError:
         return id(tensor)
 
@@ -231,16 +232,16 @@ def _when_gone(tensor: Tensor) -> Callable[[], bool]:
 
 
 class _FullLosses(TorchFunctionMode):
-    """Gives loss functions 16-bit inputs as fp32. On while the model's forward runs, but not inside
-    its layers."""
+    """Passes 16-bit inputs of loss functions as fp32. On while the model's forward runs, except
+    inside its layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self._frame: FrameType | None = None
-        """That of the model's forward; see [Note: Interrupted forwards] in `hooks.py`."""
+        """Frame of the model's forward; see [Note: Interrupted forwards] in `hooks.py`."""
         self._is_off = False
         self._was_on: list[bool] = []
-        """For each running layer: whether the mode was on before it."""
+        """For each running layer: whether the mode was on when it started."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -252,7 +253,7 @@ class _FullLosses(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def remove(self) -> None:
-        """Take it off, where an interrupt has left it on; it does nothing under other modes."""
+        """Turn the mode off, also if an interrupt has left it on; pop it if no mode is above it."""
         self._was_on.clear()
         self._is_off = True
         self.leave_model(None)
@@ -264,12 +265,12 @@ class _FullLosses(TorchFunctionMode):
             top.remove()
         self._was_on.clear()
         self._frame, self._is_off = frame, False
-        # An interrupt can leave it on.
+        # An interrupt can have left the mode on the stack.
         if self not in _get_current_function_mode_stack():
             self.__enter__()
 
     def leave_model(self, _: FrameType | None) -> None:
-        self._frame = None  # it would keep what the forward has returned
+        self._frame = None  # the frame would keep the forward's return values alive
         if _get_current_function_mode() is self:
             self.__exit__(None, None, None)
 
@@ -287,7 +288,7 @@ _Method = Callable[[FrameType | None], None]
 
 
 class _Call(OfOneModel):
-    """A hook that calls a method of the mode, with the frame that runs the forward."""
+    """Hook that calls a method of the mode with the frame that runs the forward."""
 
     __slots__ = ("_method",)
 
@@ -309,7 +310,7 @@ def _attach_losses(model: nn.Module, repeated: Collection[nn.Module]) -> list[Re
     around += [(module, mode.enter_layer, mode.leave_layer) for module in repeated]
     handles: list[Removable] = [mode]
     for module, enter, leave in around:
-        # Off before the engine's own hook, whose operations the mode must not slow down.
+        # Turned off before the engine's hook, whose operations the mode must not slow down.
         first = module is not model
         handles.append(module.register_forward_pre_hook(_Call(enter), prepend=first))
         handles.append(module.register_forward_hook(_Call(leave), always_call=True))

@@ -1,17 +1,19 @@
-"""Layers that torch compiles, and what their backward computes again.
+"""Layers that torch compiles, and what their backward recomputes.
 
 [Note: Compiled recompute]
-The compiler sees forward and backward of a layer at once and divides them: what it does not save,
-backward computes again, fused with the gradients. So a layer that is compiled as one graph needs no
-second run ("recompute", which works for any layer, runs the compiled layer again). The compiler's
-partitioner has a budget: a share of the memory that it would save without one, down to the layer's
+The compiler sees forward and backward of a layer together and partitions them: what it does not
+save, backward recomputes, fused with the gradients. So a layer that compiles to a single graph
+needs no second run ("recompute", which works for any layer, runs the compiled layer again). The
+compiler's partitioner has a budget: a share of the memory that it would save without a budget; 0
+saves the layer's inputs only. `BudgetedBackend` sets the budget for its own graphs only.
 inputs at 0. `BudgetedBackend` sets the budget for its own graphs only.
 
-torch's partitioner takes most operations that draw random numbers (`bernoulli`, inductor's seeds)
-for ones that can be computed again: backward would have the gradient of another dropout mask. So
-what they draw is marked to be saved. At a budget of 0 torch saves inputs only, marked or not; a
-budget just above it does not. torch's key of cached code contains the budget but not the marks:
-each budget below 1 is therefore a little above the requested one, a value that nobody else uses.
+torch's partitioner treats most operations that draw random numbers (`bernoulli`, inductor's
+seeds) as recomputable: backward would use the gradient of another dropout mask. So their results
+are marked to be saved. At a budget of 0 torch saves inputs only, marked or not; at a
+budget just above 0 it respects the marks. torch's cache key of compiled code contains the budget
+but not the marks: each budget below 1 is therefore slightly above the requested value, which no
+other code uses.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ _BUDGET_EPSILON = 1e-9
 class BudgetedBackend:
     """A backend of `torch.compile` whose graphs save no more than a budget.
 
-    Equal ones share compiled code: all layers of a list, of every engine.
+    Equal backends share compiled code: all layers of a list, of every engine.
 
     Attributes:
-        budget: the share of what torch would save, from 0 to 1.
+        budget: share of the memory that torch would save without a budget, from 0 to 1.
     """
 
     budget: float
@@ -81,19 +83,19 @@ class BudgetedBackend:
 
 
 class CompiledForward(ReplacedForward):
-    """The forward as `torch.compile` makes it, at its first call.
+    """A module's forward that `torch.compile` compiles at its first call.
 
-    Not the call of the module: hooks stay outside, and all layers alike share one code.
+    The module's call is not compiled: hooks stay outside, and all equal layers share compiled code.
     """
 
     def __init__(self, module: nn.Module, budget: float | None) -> None:
-        """`budget`: that of [Note: Compiled recompute]; None: torch's own, which is none."""
+        """`budget`: see [Note: Compiled recompute]; None leaves torch's default, no budget."""
         super().__init__(module)
-        # Under torch's own name for it, by which others tell that it is compiled.
+        # torch's name for this attribute, by which other code detects a compiled forward.
         self._torchdynamo_orig_callable = module.forward
         options: dict[str, Any] = {}
         if budget is not None:
-            # A budget holds within a graph: a layer in several graphs would save more, unnoticed.
+            # A budget applies per graph: a layer in several graphs would save more, without notice.
             options = {"backend": BudgetedBackend(budget), "fullgraph": True}
         self._compiled = torch.compile(module.forward, **options)
         self._has_budget = budget is not None
@@ -109,8 +111,8 @@ class CompiledForward(ReplacedForward):
 
 
 def _pause_watchdog_while_compiling() -> None:
-    """To compile takes up to a minute, in which nothing is launched: that is no hang."""
-    # here: the compiler takes over a second to import
+    """Keep the watchdog from reporting a hang while torch compiles, which takes up to a minute."""
+    # Imported here: the compiler takes over a second to import.
     from torch._dynamo.callback import callback_handler
 
     if _on_compile_start not in callback_handler.start_callbacks:

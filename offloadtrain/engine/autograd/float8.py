@@ -1,13 +1,12 @@
-"""FP8: the linear layers inside the layers of a model's list multiply in 8 bits, through torchao.
+"""FP8: linear layers inside the model's list of layers multiply in 8 bits, through torchao.
 
 [Note: FP8]
 torchao's `Float8Linear` casts its input, its weight and the gradient of its output to FP8, with a
-scale for the tensor ("tensorwise") or for each row ("rowwise"), in every forward and backward. Its
-parameters stay in the working dtype: buckets, masters, gradients, checkpoints and streaming know
-nothing of it, and every placement has the bits of a resident model that torchao has converted.
-
-A converted module shares the attributes of the module that it replaces, hooks and parameters among
-them, so that the replacement can be taken back at any time.
+scale per tensor ("tensorwise") or per row ("rowwise"), in every forward and backward. Its
+parameters stay in the working dtype: buckets, masters, gradients, checkpoints and streaming are
+unaffected, and every placement gives the bits of a resident model that torchao has converted.
+A converted module shares the attributes of the module that it replaces, including hooks and
+parameters, so that the replacement can be undone at any time.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 _LEAST_CAPABILITY = (8, 9)
 _MULTIPLE = 16
-"""FP8 products need sizes that are multiples of it."""
+"""FP8 products need sizes that are multiples of this number."""
 _IN_16_BITS = {"gate", "router", "shared_expert_gate", "lora_A", "lora_B"}
-"""Names of routers, for which rounding would choose other experts, and of the narrow matrices of
-adapters, for which the casts take longer than the product."""
+"""Names of modules that stay in 16 bits: routers, for which rounding would choose other experts,
+and the narrow matrices of adapters, for which the casts take longer than the product."""
 
 
 class Float8Layers:
@@ -51,12 +50,12 @@ class Float8Layers:
         """Convert the layers that are not converted yet.
 
         Args:
-            recipe: of torchao, "tensorwise" or "rowwise".
-            is_compiled: torch compiles the layers, which fuses the casts.
+            recipe: torchao's recipe, "tensorwise" or "rowwise".
+            is_compiled: whether torch compiles the layers, which fuses the casts.
 
         Raises:
             OptionError: torchao is missing, or the GPU has no FP8 products.
-            ModelError: nothing can be converted, or a module is divided among ranks.
+            ModelError: no layer can be converted, or a module is divided among ranks.
         """
         option = f"fp8 = {recipe!r}"
         try:
@@ -71,7 +70,7 @@ class Float8Layers:
             for name, child in parent.named_children()
             if child in originals
         ]
-        """Parent, name in it, and the module that was there."""
+        """Parent, name in the parent, and original module."""
         self._converted: set[nn.Module] = set()
         if not originals and any(isinstance(m, Float8Linear) for m in model.modules()):
             return
@@ -88,13 +87,14 @@ class Float8Layers:
         for parent, name, original in self._places:
             converted = parent.get_submodule(name)
             converted.__dict__.update(original.__dict__)
-            # A function that fills weights by class finds the module's.
+            # A function that initializes weights by class must recognise the original class.
             kind: Any = type(original)
             converted.__class__ = _class_of(Float8Linear, kind)
             self._converted.add(converted)
 
     def remove(self) -> None:
-        """Give the model its modules back, but for those that others have replaced meanwhile."""
+        """Put the original modules back, except where other code has replaced the converted
+        module."""
         for parent, name, original in self._places:
             converted = getattr(parent, name, None)
             if converted in self._converted:
@@ -105,13 +105,13 @@ class Float8Layers:
 
 @cache
 def _class_of(converted: Any, original: Any) -> Any:
-    """Return torchao's class as a subclass of the original's. The same one for the same classes:
-    the compiler makes code per class."""
+    """Return a subclass of torchao's class and the original class. Cached, so that equal layers
+    have the same class: the compiler makes code per class."""
     if issubclass(converted, original):
         return converted
 
     def reduce(module: nn.Module, protocol: object) -> Any:
-        # A pickle finds a class by its name, and this one has none in any file.
+        # A pickle refers to a class by name; this class has no name in any module.
         return _instance, (converted, original), module.__dict__
 
     attributes = {"__reduce_ex__": reduce}
@@ -119,7 +119,7 @@ def _class_of(converted: Any, original: Any) -> Any:
 
 
 def _instance(converted: Any, original: Any) -> Any:
-    """Return a converted module without attributes, for copies and pickles of one."""
+    """Return a converted module without attributes, for copies and pickles."""
     kind = _class_of(converted, original)
     return kind.__new__(kind)
 
@@ -128,7 +128,7 @@ def _instance(converted: Any, original: Any) -> Any:
 def converted_layers(
     model: nn.Module, recipe: str, device: torch.device, *, is_compiled: bool
 ) -> Iterator[list[Float8Layers]]:
-    """Convert the layers, unless `recipe` is "off". If the body raises, they are as before."""
+    """Convert the layers, unless `recipe` is "off". If the body raises, restore the originals."""
     arguments = model, recipe, device
     converted = [] if recipe == "off" else [Float8Layers(*arguments, is_compiled=is_compiled)]
     try:
@@ -140,7 +140,7 @@ def converted_layers(
 
 
 def _check_layers(option: str, model: nn.Module, linear_layers: Mapping[nn.Linear, str]) -> None:
-    """Raises ModelError if there is nothing to convert, or something that cannot be."""
+    """Raises ModelError if there is no layer to convert, or a layer that cannot be converted."""
     if not linear_layers:
         raise ModelError(
             f"{option}: no nn.Linear in a list of layers of {type(model).__name__} has an input "
@@ -183,7 +183,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, str]]:
             module in inside
             and isinstance(module, nn.Linear)
             and isinstance(module._parameters.get("weight"), nn.Parameter)  # not computed by a hook
-            # A subclass or a replacement with another forward computes something else.
+            # A subclass or a replaced forward computes something else.
             and type(module).forward is nn.Linear.forward
             and "forward" not in module.__dict__
             and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0

@@ -3,9 +3,9 @@
 [Note: Reads without a call]
 A forward may read parameters without calling the module that owns them: `F.linear(h,
 self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never
-`block(x)`. No hook of the owner fires then. The parameters themselves ask for their weights: see
-[Note: Parameters] in `engine.parameters`. Parameters of another class than torch's cannot. So the
-model waits for their blocks itself where its first forward has not called their modules.
+`block(x)`. No hook of the owner runs then; the parameters themselves request their weights: see
+[Note: Parameters] in `engine.parameters`. Parameters of a custom class cannot. So the
+model itself waits for blocks whose modules its first forward has not called.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _NOTES = {
     "Half": _DTYPES,
     "don't yet support saved tensor hooks": _HOOKS,
 }
-"""Part of the message of torch's error → the note that is added to it."""
+"""Substring of torch's error message → the note that is added to the error."""
 
 
 class _Running(NamedTuple):
-    """One forward in progress; `frame`: see [Note: Interrupted forwards] in `hooks.py`."""
+    """A forward in progress; `frame`: see [Note: Interrupted forwards] in `hooks.py`."""
 
     module: nn.Module
     frame: FrameType | None
@@ -72,9 +72,9 @@ class _Running(NamedTuple):
     pushed: Chain | None
     blocks: tuple[Block, ...]
     outside: Sequence[Block]
-    """Streamed blocks whose forward surrounds it."""
+    """Streamed blocks of the enclosing forward."""
     writes: list[tuple[Block, list[int]]]
-    """Its streamed blocks, with the writes into their trained parameters so far."""
+    """Streamed blocks of this forward, with the number of writes into each trained parameter."""
 
 
 @dataclass(slots=True)
@@ -84,8 +84,8 @@ class _HookedModule:
     name: str
     waits: list[Block]
     handles: bool = False
-    """Its own hooks made handles of the weights that its last forward outside of a backward saved:
-    when that forward runs again they must do the same."""
+    """True if this module's hooks made handles of the weights saved by its last forward outside of
+    backward: when that forward is recomputed they must do the same."""
     running: list[_Running] = field(default_factory=list)
 
 
@@ -114,24 +114,25 @@ class ForwardHooks:
         policy: Policy | None = None,
     ) -> None:
         """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
-        whose forward runs again in backward. `compiled`: module that torch compiles → see
-        `CompiledForward`. `offloader`: takes the inputs of the recomputed ones, or all that is
+        whose forward is recomputed in backward. `compiled`: module that torch compiles → budget of
+        `CompiledForward`. `offloader`: takes the inputs of recomputed modules, or all tensors
         saved for backward. `policy`: see `Recomputed`."""
         self.on_root: Callable[[], ForwardHooks | None] = lambda: None
-        """Called when a forward of the model begins that is not part of a backward. Returns the
-        hooks that took the place of these in the call."""
+        """Called when a forward of the model begins outside of backward. Returns the hooks that
+        replace these during the call, or None."""
         self.on_blocks: Callable[[Sequence[Block]], None] = lambda blocks: None
-        """Called when such a forward of any module begins, with the blocks that it reads."""
+        """Called when a forward of any module begins outside of backward, with the blocks it
+        reads."""
         self._model = model
         self._lanes = lanes
         self._residency = residency
         self._offloader = offloader
         self._blocks = blocks
         self._is_first = True
-        """No forward of the model has ended."""
+        """True until the first forward of the model has ended."""
         self._hooked = _HookedModules()
         self._running: list[_Running] = []
-        """All forwards in progress, the innermost last."""
+        """All forwards in progress, innermost last."""
         self._handles: list[RemovableHandle] = []
         self._compiled = [CompiledForward(module, budget) for module, budget in compiled.items()]
         for forward in self._compiled:
@@ -164,40 +165,40 @@ class ForwardHooks:
         """Pre-forward: wait for the weights, open the span, make saved weights handles.
 
         Args:
-            again: the call comes from inside a forward that is recomputed ([Note: Recompute]).
-            frame: that of the forward, if it may end without `leave`.
+            again: the call comes from a forward that is being recomputed ([Note: Recompute]).
+            frame: frame of the forward, if it may end without `leave`.
             begin: see `SavedTensors.push`.
 
         Raises:
             ModelError: saved-tensor hooks are forbidden here, as in `torch.func.grad`.
         """
         self.end_interrupted()
-        # Before anything is loaded or pinned.
+        # Checked before anything is loaded or pinned.
         if torch.is_grad_enabled() and (reason := _hooks_are_disabled()) is not None:
             raise ModelError(f"{reason} {_HOOKS}")
         hooked, again_now = self._hooked[module], in_backward()
         if not again_now:
             hooked.handles = True
             if module is self._model and (successor := self._enter_root()) is not None:
-                # torch has collected the hooks that it calls before this forward, and collects
-                # those after it only then.
+                # torch has already collected this module's pre-forward hooks, so the successor's
+                # are called from here; it collects the post-forward hooks later.
                 successor.enter(module, frame=frame)
                 return
             self.on_blocks(hooked.waits)
         blocks = tuple(hooked.waits)
         # Compute waits for these blocks only; uploads and loads of later ones run during forward.
         self._use(blocks)
-        # A recompute past the hooks leaves plain views in its graph: the block counts as read until
-        # backward has passed it, or "delayed" would upload over them.
+        # A recompute that bypasses the hooks leaves plain views in its graph: the block counts as
+        # read until backward has passed it, or "delayed" would upload over them.
         if not hooked.handles and not again:
             for block in blocks:
                 block.runs_again()
         reads = [weights for block in blocks for weights in block.views.ranges]
-        # After the waits: from here on user code reads the weights where they are now.
+        # After the waits: user code reads the weights from here on.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
         offloader = None if again else self._offloader_of(module)
         streamed = self._residency.loaded(blocks)
-        # The backward of an embedding reads its indices: it needs no weights, and no slot.
+        # The backward of an embedding reads only its indices: it needs neither weights nor a slot.
         looks_up = isinstance(module, nn.Embedding) and (
             type(module).forward is nn.Embedding.forward
         )
@@ -212,21 +213,21 @@ class ForwardHooks:
     def enter_again(
         self, module: nn.Module, begin: Callable[[Hooks], PassOn]
     ) -> Callable[[], object]:
-        """A run of a recomputed forward begins ([Note: Recompute]); returns the function that ends
-        it; `begin`: see `SavedTensors.push`."""
+        """Begin a run of a recomputed forward ([Note: Recompute]); return the function that ends
+        it. `begin`: see `SavedTensors.push`."""
         self.end_interrupted()
         if in_backward() or not self._running or self._running[-1].module is not module:
             self.enter(module, again=True, begin=begin)
             return partial(self.leave, module)
-        # The module's hooks have waited for the weights. Only torch's checkpoint has pushed
-        # saved-tensor hooks since.
+        # First run: the module's hooks have waited for the weights. Since then only torch's
+        # checkpoint has pushed saved-tensor hooks.
         pushed = self._saved.push(begin=begin)
         return partial(self._saved.pop, pushed)
 
     def must_enter_inside(self, module: nn.Module) -> bool:
-        """Tell whether a module inside a streamed block must enter: where the block's hooks have
-        not fired, in a forward that is called past them, or runs again ([Note: Recompute without
-        hooks]), and where they are not the innermost any more."""
+        """Return True if a module inside a streamed block must call `enter`: if the block's hooks
+        have not run, because its forward was called directly or is recomputed ([Note: Recompute
+        without hooks]), or if its saved-tensor hooks are no longer innermost."""
         hooked = self._hooked[module]
         for block in hooked.waits:
             if not block.forwards:
@@ -236,25 +237,26 @@ class ForwardHooks:
 
     @engine_code
     def leave(self, module: nn.Module) -> None:
-        """Post-forward, also after an exception."""
+        """Post-forward; also called after an exception."""
         hooked = self._hooked.get(module)
         if hooked is None or not hooked.running:
             return
         running = hooked.running.pop()
-        # Where forward has raised.
+        # If forward has raised.
         error = sys.exc_info()[1]
         if isinstance(error, RuntimeError) and not hasattr(error, "__notes__"):
             for text, note in _NOTES.items():
                 if text in str(error):
                     error.add_note(note)
-        # Nearly always the last one.
+        # Nearly always the last entry.
         at = next(i for i in range(len(self._running) - 1, -1, -1) if self._running[i] is running)
         del self._running[at]
         self._saved.set_within(running.outside)
         self._saved.pop(running.pushed)
         names = (block.written_since(counts) for block, counts in running.writes)
         written = next(filter(None, names), None)
-        # Without a pin the slot may go to another block, whose load waits for compute up to then.
+        # Without a pin the slot may be reused: the load of the next block waits for compute up to
+        # here.
         self._release(running.blocks)
         self._lanes.close_span(running.span)
         if written is not None:
@@ -270,12 +272,13 @@ class ForwardHooks:
             hooked.waits += [block for block in uncalled if block.source.waits_with_model(block)]
 
     def end_interrupted(self) -> None:
-        """End the forwards that an interruption has cut: [Note: Interrupted forwards]."""
+        """End the forwards that an interrupt has cut: [Note: Interrupted forwards]."""
         while self._running and has_ended(self._running[-1].frame):
             self.leave(self._running[-1].module)
 
     def reset(self) -> None:
-        """The step was given up: end all forwards, and forget what they have moved."""
+        """The step was abandoned: end all forwards, and drop the tensors that they have
+        offloaded."""
         self._end_all()
         if self._offloader is not None:
             self._offloader.reset()
@@ -285,7 +288,7 @@ class ForwardHooks:
             self.leave(self._running[-1].module)
 
     def close(self) -> None:
-        """Take everything off the modules."""
+        """Remove all hooks and replaced forwards from the modules."""
         self._end_all()
         for handle in self._handles:
             handle.remove()
@@ -317,13 +320,13 @@ class ForwardHooks:
 
     def _offloader_of(self, module: nn.Module) -> Offloader | None:
         if isinstance(self._offloader, SavedOffloader):
-            # A user's recompute drops what it saves, and needs it at once inside backward.
+            # A user's recompute drops the tensors that it saves inside backward right after their
+            # use.
             return None if in_backward() or in_checkpoint() else self._offloader
         return self._offloader if module in self._recomputed else None
 
     def _use(self, blocks: Sequence[Block]) -> None:
-        """Pin all blocks, then use them: none may evict another, and all stay while forward
-        runs."""
+        """Pin all blocks before the first use, so that none evicts another while forward runs."""
         for block in blocks:
             block.forwards += 1
         try:
@@ -351,8 +354,8 @@ class ForwardHooks:
 
 
 def _inside_streamed(streamed: Sequence[Block]) -> dict[nn.Module, list[Block]]:
-    """Return modules in streamed blocks that own parameters → the blocks of these. Not in compiled
-    blocks: the compiler would compile each block anew, as their hooks differ."""
+    """Return the modules in streamed blocks that own parameters → their blocks. Compiled blocks are
+    left out: their hooks differ, so the compiler would compile each block separately."""
     eager = [block for block in streamed if not any(map(has_compiled, block.module.modules()))]
     owner = {slot.param: block for block in eager for b in block.all_buckets for slot in b.slots}
     inside = dict.fromkeys(module for block in eager for module in block.module.modules())
@@ -361,5 +364,5 @@ def _inside_streamed(streamed: Sequence[Block]) -> dict[nn.Module, list[Block]]:
 
 
 def in_backward() -> bool:
-    """Tell whether autograd runs a backward on this thread."""
+    """Return True if autograd runs a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,9 +1,9 @@
-"""Module hooks that hold the engine weakly and become inert in a copy of the model.
+"""Module hooks that reference the engine weakly and become inert in a copy of the model.
 
 [Note: Interrupted forwards]
-torch calls the hooks after a forward also where that raises an `Exception`, but not after Ctrl-C.
-Pins, spans and saved-tensor hooks of that forward would stay, and the last of these would take what
-the next model of the process saves: in a notebook, silently. So each forward keeps the frame that
+torch calls the hooks after a forward also if it raises an `Exception`, but not after Ctrl-C.
+Pins, spans and saved-tensor hooks of that forward would stay, and these hooks would take what
+the next model of the process saves: in a notebook, silently. So each forward stores the frame that
 called its hooks. The next hook that sees such a frame after its end ends the forward.
 """
 
@@ -41,7 +41,7 @@ class Watcher(Protocol):
 
 
 class Removable(Protocol):
-    """Something on a model, which can be taken off."""
+    """Something attached to a model that can be removed."""
 
     def remove(self) -> None: ...
 
@@ -54,7 +54,7 @@ class Inert:
 
 
 class OfOneModel:
-    """A hook that a copy of its model does not have."""
+    """A hook that deep copies and pickles of its model replace by `Inert`."""
 
     __slots__ = ()
 
@@ -86,8 +86,8 @@ class _Enter(_Hook):
 
 
 class _EnterInside(_Hook):
-    """Hook of a module inside a hooked one, whose hooks have usually fired. The compiler does not
-    see it."""
+    """Hook of a module inside a hooked module, whose hooks have usually run. Invisible to the
+    compiler."""
 
     __slots__ = ()
 
@@ -100,7 +100,8 @@ class _EnterInside(_Hook):
 
 
 class _Leave(_Hook):
-    """`handle`: set on a hook that is for one forward only, which removes it."""
+    """Post-forward hook. `handle`: set if the hook is for a single forward, after which it removes
+    itself."""
 
     __slots__ = ("handle",)
 
@@ -122,13 +123,13 @@ class _Leave(_Hook):
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _uncompiled(method: Callable[[nn.Module], None], module: nn.Module) -> None:
-    """Call outside of compiled code, where a module was compiled with its hooks."""
+    """Call the method outside of compiled code: a module was compiled together with its hooks."""
     method(module)
 
 
 def outside_transforms(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method that moves weights: a transform of `torch.func` that is running must not
-    see it, or parameters would become tensors that end with the transform."""
+    """Decorate a method that moves weights: a running `torch.func` transform must not see it, or
+    parameters would become tensors that are invalid after the transform."""
 
     @wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -141,22 +142,22 @@ def outside_transforms(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def has_ended(frame: FrameType | None) -> bool:
-    """Tell whether a frame runs no more, on any thread; False for None."""
+    """Return True if a frame has ended, on any thread; False for None."""
     if frame is None:
         return False
     try:
         frame.clear()
-    except RuntimeError:  # a frame that runs cannot be cleared
+    except RuntimeError:  # a running frame cannot be cleared
         return False
     return True
 
 
 def watch(module: nn.Module, watcher: Watcher, *, inside: bool = False) -> list[RemovableHandle]:
-    """Call the watcher around each forward of the module, also when forward raises.
+    """Call the watcher around each forward of the module, also if forward raises.
 
     Args:
-        inside: the module is inside of a watched one: call `enter` and `leave` only where
-            `must_enter_inside` says so.
+        inside: the module is inside a watched module: call `enter` and `leave` only if
+            `must_enter_inside` returns True.
     """
     if inside:
         return [module.register_forward_pre_hook(_EnterInside(watcher), prepend=True)]
@@ -167,25 +168,25 @@ def watch(module: nn.Module, watcher: Watcher, *, inside: bool = False) -> list[
 
 
 def is_reached(param: nn.Parameter) -> bool:
-    """Tell whether the backward in progress will accumulate into a parameter."""
+    """Return True if the running backward will accumulate into a parameter."""
     try:
         with past_the_class():
             node = torch.autograd.graph.get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
-    # torch.autograd.grad() of the parameter, which returns the gradient and delivers none.
+    # torch.autograd.grad() of the parameter returns its gradient and accumulates nothing.
     except RuntimeError:
         return False
 
 
 class Passthrough(TorchDispatchMode):
-    """Stands for a dispatch mode of the user's when a forward that ran under it runs again without
-    it: under any mode torch computes some functions (`ctc_loss`) by other operations, which save
-    other tensors."""
+    """Replaces a user's dispatch mode when a forward that ran under it is recomputed without it:
+    under any mode torch computes some functions (`ctc_loss`) by other operations, which save other
+    tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not wrapped for torch's compiler, which the wrapper would import: see `eager` in
-        `engine.evaluations`. No compiled forward runs under this mode."""
+        """Return False, so that torch does not wrap this mode, which would import the compiler: see
+        `eager` in `engine.evaluations`. No compiled forward runs under this mode."""
         return False
 
     def __torch_dispatch__(
@@ -199,16 +200,16 @@ class Passthrough(TorchDispatchMode):
 
 
 class ReplacedForward:
-    """Stands in for `module.forward`; a copy of the module has the forward of its class again."""
+    """Replaces `module.forward`; a copy of the module has the forward of its class."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # Such as a compiled forward that the user assigned.
+        # Set if the user assigned a forward to the module, such as a compiled function.
         self._attribute: Callable[..., Any] | None = module.__dict__.get("forward")
 
     @property
     def _original(self) -> Callable[..., Any]:
-        # Looked up anew: others may replace the forward of the class after `offload()`.
+        # Looked up at each call: other code may patch the class's forward after `offload()`.
         return self._attribute or _forward_of(self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +226,7 @@ class ReplacedForward:
         self._module.forward = self
 
     def remove(self) -> None:
-        """Give the module its forward back."""
+        """Restore the module's forward."""
         if self._attribute is not None:
             self._module.forward = self._attribute
         else:
@@ -233,6 +234,6 @@ class ReplacedForward:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of the module's class. A pickle names this function: it is called for a
-    module whose attributes are not there yet."""
+    """Return the forward of the module's class. A function of the module level, as pickle refers to
+    it by name; it is called for a module that has no attributes yet."""
     return types.MethodType(type(module).forward, module)

@@ -2,14 +2,15 @@
 `step.program.activations`.
 
 [Note: Offloaded saved tensors]
-With activation = "offload_saved" nothing runs again. Whatever the model's forward saves goes the
-way of [Note: Offloaded activations] in `step.program.activations`, if its memory has
-`offload_saved_above` bytes or more. What moves is memory, not tensors: queries, keys and values cut
-out of one product are one copy, and a tensor that several operations save is one. Backward views it
-as each of them saved it. A copy stands for tensors of one version of one version counter: a tensor
-and its views. Others may share the memory and be changed in place without it (the gates of an
-LSTM's cell, which `unsafe_chunk` cuts): they get copies of their own. Weights and buffers of the
-model stay where they are: saving them elsewhere would not give their memory back.
+With activation = "offload_saved" nothing is recomputed. Every tensor that the model's forward
+saves is offloaded as in [Note: Offloaded activations] in `step.program.activations`, if its storage
+has `offload_saved_above` bytes or more. The unit is the storage, not the tensor: queries, keys and
+values cut out of one product are one copy, and a tensor that several operations save is one.
+Backward recreates each saved tensor as a view of it. A copy is valid for a version of a version
+counter: for a tensor and its views. Other tensors may share the storage and be changed in place
+without a new version (the gates of an LSTM's cell, which `unsafe_chunk` cuts): they get their own
+copies. Weights and buffers of the model stay where they are: copying them to the host would not
+free their memory.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from offloadtrain.step.program.program import Program
 
 
 class ActivationError(OffloadTrainError):
-    """A block input changed while it was copied to the host, or its step was given up."""
+    """A block input was changed before its copy to the host was complete, or its step was
+    abandoned."""
 
 
 class OffloadedActivation:
-    """Stands for a block input in a graph; its host memory is free when the graph is freed."""
+    """Replaces a block input in a graph; its host memory is freed with the graph."""
 
     __slots__ = ("_number", "_offloader", "like")
 
@@ -53,18 +55,18 @@ class OffloadedActivation:
     def unpack(self) -> Tensor:
         return self._offloader.fetch(self._number)
 
-    # On any thread, in the midst of a launch even: only a queue is touched.
+    # Runs on any thread, even in the middle of a launch: it only appends to a queue.
     def __del__(self) -> None:
         self._offloader.dropped.append(self._number)
 
 
 class ActivationOffloader:
-    """Reports block inputs to the program: saved, needed, gone.
+    """Reports block inputs to the program when they are saved, needed or dropped.
 
     Attributes:
         device: the compute device.
-        dropped: numbers of inputs whose graph is gone and not yet reported: a graph may be freed at
-            any moment, on any thread.
+        dropped: numbers of inputs whose graph was freed, not yet reported to the program: a graph
+            may be freed at any moment, on any thread.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class ActivationOffloader:
         tensors: BlockInputs,
         parts: Ranks = ALONE,
     ) -> None:
-        """`parts`: the ranks that have the same inputs, where each keeps a part."""
+        """`parts`: the ranks that have equal inputs, if each of them stores a part; else
+        `ALONE`."""
         self._program = program
         self._parts = parts if program.spec.input_parts > 1 else ALONE
         self._compares = not self._parts.is_single
@@ -85,7 +88,7 @@ class ActivationOffloader:
         self.dropped: deque[int] = deque()
 
     def wants(self, tensor: Tensor) -> bool:
-        """Tell whether it is a block input that crosses the bus in one flat copy."""
+        """Return True if the tensor is a block input that can be moved in one flat copy."""
         return (
             tensor.requires_grad
             and tensor.is_floating_point()
@@ -97,20 +100,20 @@ class ActivationOffloader:
         )
 
     def offload(self, tensor: Tensor) -> OffloadedActivation:
-        """Copy a tensor of the compute device to the host; its device memory is free once the copy
-        is done.
+        """Copy a tensor of the compute device to the host; its device memory is freed after the
+        copy.
 
         Raises:
-            ActivationError: an earlier input was changed in place before its copy was done.
-            HostMemoryError: beyond the host memory limit.
+            ActivationError: an earlier input was changed in place before its copy was complete.
+            HostMemoryError: the host memory limit is exceeded.
         """
-        # First, so that this input can take a host buffer that is free by now.
+        # First, so that this input can use host buffers that have become free.
         self._tell_dropped()
         if self._compares:
             self._compare(tensor)
         number, flat = next(self._numbers), tensor.detach().view(-1)
         offloaded = OffloadedActivation(self, number, tensor)
-        # Holds the tensor after autograd has let go of it: d2h still reads it.
+        # Keeps the tensor alive after autograd has released it: d2h still reads it.
         self._tensors.leaving[number] = flat, flat._version
         self._tensors.likes[number] = offloaded.like
         saved = self._program.activation_saved
@@ -119,10 +122,10 @@ class ActivationOffloader:
         return offloaded
 
     def fetch(self, number: int) -> Tensor:
-        """Return the input on the device again; compute waits for it.
+        """Return the input on the device; compute waits for it.
 
         Raises:
-            ActivationError: the input's step was given up, or one was changed in place.
+            ActivationError: the input's step was abandoned, or an input was changed in place.
         """
         if number not in self._tensors.likes:
             raise ActivationError(
@@ -130,21 +133,21 @@ class ActivationOffloader:
                 "forward again before backward"
             )
         self._tell_dropped()
-        # The first forward is over: later ones make their inputs in the same way.
+        # The first forward is over; later forwards make their inputs in the same way.
         self._compares = False
-        # Compute waits for this input only; the next one comes during this block's backward.
+        # Compute waits for this input only; the next input is loaded during this block's backward.
         self._interpreter.run(self._program.activation_needed, number)
         self._check_freed()
-        if number in self._tensors.leaving:  # it is taken from there
+        if number in self._tensors.leaving:  # not freed yet: it is returned from there
             _check_unchanged(*self._tensors.leaving[number])
         # Autograd owns it from here on and frees it in the order of compute, which has waited.
         return self._tensors.take(number)
 
     def _compare(self, tensor: Tensor) -> None:
-        """Compare the inputs of the first forward among the ranks that are to keep parts of them.
+        """Compare the inputs of the first forward among the ranks that are to store parts of them.
 
         Raises:
-            ActivationError: they differ, so that parts of them would be parts of nothing.
+            ActivationError: the inputs differ, so that their parts would not form a tensor.
         """
         checksum = crc32(tensor.detach().cpu().view(-1).view(torch.uint8).numpy().tobytes())
         checksums = self._parts.all_gather_host([checksum])
@@ -157,7 +160,7 @@ class ActivationOffloader:
             )
 
     def reset(self) -> None:
-        """The step was given up and the lanes are empty: forget all inputs saved so far."""
+        """The step was abandoned and the lanes are empty: drop all inputs saved so far."""
         self._tensors.clear()
 
     def _tell_dropped(self) -> None:
@@ -168,7 +171,7 @@ class ActivationOffloader:
 
     def _check_freed(self) -> None:
         # A write on compute may have run before, during or after the copy: its bytes cannot be
-        # trusted. The last reference to the tensor goes here.
+        # trusted. This drops the last reference to the tensor.
         while self._tensors.freed:
             _check_unchanged(*self._tensors.freed.pop())
 
@@ -186,7 +189,7 @@ _log = logging.getLogger(__name__)
 
 
 class _View:
-    """Stands for a saved tensor: how it views memory that is on the host."""
+    """Replaces a saved tensor: describes its view of storage that is on the host."""
 
     __slots__ = ("_conj", "_dtype", "_memory", "_neg", "_offset", "_shape", "_stride")
 
@@ -205,27 +208,27 @@ class _View:
 
 
 class _Memory:
-    """Memory on the host; from its first use in backward until all its views are gone, on the
-    device too.
+    """A storage on the host; also on the device from its first use in backward until its views are
+    freed.
 
     Attributes:
-        version: that of the tensors which it was copied for.
+        version: version of the tensors at the time of the copy.
     """
 
     __slots__ = ("__weakref__", "_back", "_moved", "_root", "_storage", "version")
 
     def __init__(self, moved: OffloadedActivation, root: Tensor, version: int) -> None:
-        """`root`: the tensor whose version counter it is."""
+        """`root`: the tensor whose version counter is compared."""
         self._moved = moved
         self._back: Tensor | None = None
-        # While it refers to the tensor no other one gets its address, which `_known` goes by.
+        # A weak reference keeps the tensor's address, the key of `_known`, from being reused.
         self._root = torch._C._WeakTensorRef(root)  # type: ignore[attr-defined]
         self._storage = StorageWeakRef(root.untyped_storage())
         self.version = version
 
     def stands_for(self, tensor: Tensor) -> bool:
-        """Tell whether this is the copy of a tensor's bytes: its storage is that of the copied one,
-        whose version counter it shares, and was not changed in place since."""
+        """Return True if this is a copy of the tensor's bytes: its storage is the copied storage,
+        it shares the version counter, and it was not changed in place since."""
         same = self._storage.cdata == tensor.untyped_storage()._cdata
         return same and not self._storage.expired() and self.version == tensor._version
 
@@ -236,24 +239,24 @@ class _Memory:
 
 
 class SavedOffloader:
-    """Moves what a model's forward saves."""
+    """Offloads the tensors that a model's forward saves."""
 
     def __init__(self, offloader: ActivationOffloader, model: nn.Module, least_bytes: int) -> None:
-        """`least_bytes`: smaller memory stays on the device."""
+        """`least_bytes`: storages with fewer bytes stay on the device."""
         self._offloader = offloader
         self._model = weakref.ref(model)
         self._least = least_bytes
         self._known: dict[int, weakref.ref[_Memory]] = {}
-        """A tensor with a version counter → what its memory was moved to; gone with that."""
-        self._largest = 0  # of what is too small
-        self._is_settled = False  # something was moved, or the user knows that nothing is
+        """Address of a tensor with a version counter → copy of its storage; weak."""
+        self._largest = 0  # bytes of the largest storage below the limit
+        self._is_settled = False  # something was offloaded, or the user was warned that nothing is
         self._of_model = _storages(model)
 
     def begin(self) -> None:
         """A forward of the model begins."""
         model = self._model()
         assert model is not None  # it is running
-        self._of_model = _storages(model)  # a buffer may be another tensor by now
+        self._of_model = _storages(model)  # the user may have replaced a buffer
         if self._largest and not self._is_settled:
             self._is_settled = True
             _log.warning(
@@ -264,7 +267,7 @@ class SavedOffloader:
             )
 
     def wants(self, tensor: Tensor) -> bool:
-        """Tell whether its memory is the forward's own, and large enough."""
+        """Return True if the storage does not belong to the model and is large enough."""
         if (
             tensor.layout is not torch.strided
             or tensor.device.type != self._offloader.device.type
@@ -281,11 +284,11 @@ class SavedOffloader:
         return True
 
     def offload(self, tensor: Tensor) -> _View:
-        """Copy the memory of a tensor to the host, if it is not on its way already.
+        """Copy the storage of a tensor to the host, unless a valid copy exists.
 
         Raises:
-            ActivationError: memory was changed in place before its copy was done.
-            HostMemoryError: beyond the host memory limit.
+            ActivationError: memory was changed in place before its copy was complete.
+            HostMemoryError: the host memory limit is exceeded.
         """
         root = tensor if tensor._base is None else tensor._base
         key = root._cdata
@@ -293,7 +296,7 @@ class SavedOffloader:
         memory = ref() if ref is not None else None
         if memory is None or not memory.stands_for(tensor):
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
-            # As it lies in memory, without lazy conjugate and negative bits.
+            # The raw bytes of the storage, without lazy conjugate and negative bits.
             view = tensor.detach()
             view = view.conj() if view.is_conj() else view
             view = torch._neg_view(view) if view.is_neg() else view
@@ -304,7 +307,7 @@ class SavedOffloader:
         return _View(memory, tensor)
 
     def reset(self) -> None:
-        """The step was given up and the lanes are empty: forget all memory moved so far."""
+        """The step was abandoned and the lanes are empty: forget all copies made so far."""
         self._known.clear()
         self._offloader.reset()
 
@@ -313,13 +316,13 @@ Offloader = ActivationOffloader | SavedOffloader
 
 
 def _forget(known: dict[int, Any], key: int, gone: weakref.ref[_Memory]) -> None:
-    # On any thread. The tensor may have newer memory by now.
+    # Runs on any thread. The tensor may have a newer copy by now.
     if known.get(key) is gone:
         del known[key]
 
 
 def _storages(model: nn.Module) -> frozenset[int]:
-    """Return the memory of a model's own tensors."""
+    """Return the addresses of the storages of the model's parameters and buffers."""
     tensors = (
         tensor for tensor in (*model.parameters(), *model.buffers()) if not is_distributed(tensor)
     )

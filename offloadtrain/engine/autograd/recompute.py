@@ -1,45 +1,46 @@
 """Recompute: a block's forward runs again in backward, from its inputs.
 
 [Note: Recompute]
-The forward of a repeated module is replaced by one that runs the user's under torch's non-reentrant
-checkpoint, which keeps the inputs only and restores torch's random state, so that dropout draws the
-same; for other generators see [Note: Random numbers of the second run]. The second run is no module
-call, so no hook fires. The replacement itself therefore reports the beginning and end of the
-module's forward; in the first forward it does so inside the hooks' own reports. Saved weights stay
-handles: the engine's hooks are innermost in both runs. Changes that the first run made to its
-inputs, and to what its modules keep, are undone for the second one: [Note: Rewound inputs]. Tensors
-that it wrote there, such as a key-value cache, live until backward: a warning says so once.
+The forward of a repeated module is replaced by a function that runs the user's forward under
+torch's non-reentrant checkpoint, which stores only the inputs and restores torch's random state, so
+that dropout draws the same mask; for other generators see [Note: Random numbers of the second run].
+The second run is no module call, so no hook runs. The replacement itself therefore reports the
+beginning and end of the module's forward; in the first forward it does so inside the hooks'
+reports. Saved weights stay handles: the engine's hooks are innermost in both runs. Changes that the
+first run made to its inputs, and to the state of its modules, are undone for the second run: [Note:
+Rewound inputs]. Tensors that it wrote there, such as a key-value cache, live until backward: a
+warning says so once.
 
 [Note: What torch's checkpoint gets]
-torch's checkpoint takes 10 microseconds for each saved tensor. So it gets one: an empty marker,
-whose unpacking makes it run the forward again. What the first run saves becomes a `_Placeholder`. A
-second run fills the placeholders in the same order, and saves the marker after the last one: there
-torch's checkpoint ends the run. A placeholder hands its tensor to one node of one backward, so that
-memory is freed as torch's checkpoint frees it, and another use in the same backward raises torch's
-error. Weights get no placeholder: they are handles.
+torch's checkpoint takes 10 microseconds for each saved tensor. So it gets a single tensor: an
+empty marker, whose unpacking makes it run the forward again. Tensors that the first run saves
+become `_Placeholder`s. A second run fills the placeholders in the same order, and saves the marker
+after the last one, where torch's checkpoint ends the run. A placeholder returns its tensor to one
+node of one backward, so that memory is freed as torch's checkpoint frees it, and another use in the
+same backward raises torch's error. Weights get no placeholder: they are handles.
 
 [Note: Random numbers of the second run]
-torch's checkpoint restores torch's global generators. A layer may draw from further ones: Python's
+torch's checkpoint restores torch's global generators. A layer may also draw from Python's
 `random`, NumPy's global generator, and generators among the attributes of its modules and its
-arguments. If the second run drew new numbers, the gradient would be that of another dropout mask or
+arguments. If the second run drew new numbers, the gradient would belong to another dropout mask or
 another depth than the loss. So the states are read before the first run, set for the second run,
-and put back after it. The two global states are large. They are read after the first run as well:
+and restored after it. The two global states are large. They are read after the first run as well:
 if it has not drawn from a generator, the second run will not either.
 
 [Note: Rewound inputs]
-A forward may write into its inputs: a key-value cache grows, a dict collects results. Run again in
-backward, it would find the changes of its first run. So before the first run the state of every
-object that its arguments reach is noted, and restored for the second run. Afterwards the objects
-are put back as they were before the second run, so that it leaves no trace. Only references are
-noted, no values are copied. A tensor that was changed in place cannot be restored: that raises an
-error.
+A forward may write into its inputs: a key-value cache grows, a dict collects results. A
+second run in backward would see the changes of the first run. So before the first run the state of
+every object reachable from its arguments is recorded, and restored for the second run. Afterwards
+the objects get back their state from before the second run, so that it leaves no trace. Only
+references are recorded, no values are copied. A tensor that was changed in place cannot be
+restored: that raises an error.
 
-The same holds for what modules keep between calls: their attributes (the last state of a
+The same holds for the state of modules: their attributes (the last state of a
 recurrence) and buffers. Buffers are changed in place (running statistics, power iterations), some
-kernels of torch do so unseen by version counters, and the second run may read them. Those that a
+kernels of torch do so without a new version, and the second run may read them. Those that a
 forward changes are therefore copied before its first run; the second run gets a copy of that copy.
-Which ones these are shows in the first forward in each combination of train and eval modes, in
-which all buffers are copied and compared.
+To detect them, the first forward in each combination of train and eval modes copies and compares
+all buffers.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ from offloadtrain.engine.autograd.selective import Policy, Selection
 
 
 def _are_same(first: Sequence[object], second: Sequence[object]) -> bool:
-    """Tell whether two sequences have the same objects."""
+    """Return True if two sequences have the same objects."""
     return len(first) == len(second) and all(map(is_, first, second))
 
 
 class _Kind(NamedTuple):
-    """Reads, sets and compares the state of one kind of mutable object: its references, or the
-    numbers of a generator."""
+    """Functions that read, set and compare the state of a kind of mutable object: its references,
+    or the numbers of a generator."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], object]
@@ -88,11 +89,11 @@ class _Kind(NamedTuple):
 
 
 class _GlobalState:
-    """Reads the state of a global generator; the same object if it has not changed.
+    """Reads the state of a global generator; returns the same object while it has not changed.
 
-    To read one takes 20 to 30 microseconds, to copy its 624 words and their position one or less.
-    These show every draw but the second of a pair of normal numbers, which was computed with the
-    first.
+    Reading a state takes 20 to 30 microseconds; copying its 624 words and position takes one or
+    less. These words change with every draw except the second of a pair of normal numbers, which
+    was computed with the first.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class _GlobalState:
         write: Callable[[Any], object],
         peek: Callable[[Any], object],
     ) -> None:
-        """`peek`: known state → what every draw changes; None where it cannot tell."""
+        """`peek`: last known state → a value that every draw changes, or None if there is none."""
         self._read, self.write, self._peek = read, write, peek
         self._peeked: object = None
         self._state = read()
@@ -115,13 +116,13 @@ class _GlobalState:
 
 
 def _words_of_python() -> bytes:
-    """Return the position and the 624 words of Python's global generator, which CPython stores
+    """Return the 624 words and the position of Python's global generator, which CPython stores
     after the object's header."""
     return ctypes.string_at(id(random._inst) + object.__basicsize__, 625 * 4)
 
 
 def _has_known_layout() -> bool:
-    """Tell whether this interpreter stores the generator so."""
+    """Return True if this interpreter stores the generator in that layout."""
     if random._inst.__sizeof__() < object.__basicsize__ + 625 * 4:
         return False
     *words, position = random.getstate()[1]
@@ -157,7 +158,7 @@ def _global_states(numpy: Any) -> list[_GlobalState]:
 
 @cache
 def _generators(numpy: Any) -> dict[type, _Kind]:
-    """Return type of a generator → how its state is read and set; states are not compared."""
+    """Return generator type → functions to read and set its state; states are never equal."""
 
     def kind(read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> _Kind:
         return _Kind(read, write, lambda first, second: False)
@@ -183,7 +184,7 @@ _LEAVES = (
     *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.Generator),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
-"""Types that are not looked into: constants, code, and modules, whose state is not an input."""
+"""Types that are not traversed: constants, code, and modules, whose state is not an input."""
 
 
 class RewindError(OffloadTrainError):
@@ -191,7 +192,7 @@ class RewindError(OffloadTrainError):
 
 
 class Place(NamedTuple):
-    """The place of a buffer in a module."""
+    """The place of a buffer: a module's dict of buffers, and a key."""
 
     buffers: dict[str, Tensor | None]
     name: str
@@ -205,25 +206,25 @@ class BufferCopy(NamedTuple):
     value: Tensor
 
     def differs(self) -> bool:
-        """Tell whether the buffer was changed in place since; a fake one has no values to
-        compare."""
+        """Return True if the buffer was changed in place since; False for a fake tensor, which has
+        no values."""
         is_registered = self.place.buffers.get(self.place.name) is self.buffer
         fake = isinstance(self.buffer, FakeTensor)
         return is_registered and not fake and not torch.equal(self.buffer, self.value)
 
 
 _Modes = tuple[bool, ...]
-"""Of the modules that have buffers, whether each is in train mode."""
+"""Train mode of each module that has buffers."""
 
 
 class BufferChanges:
-    """The buffers that the forward of a module changes in place, its own and those inside."""
+    """The buffers that the forward of a module and its submodules changes in place."""
 
     def __init__(self) -> None:
         self._changing: dict[_Modes, list[Place]] = {}
 
     def copies(self, modules: Sequence[nn.Module]) -> tuple[_Modes, list[BufferCopy]]:
-        """Copy the buffers that a forward of `modules` is about to change."""
+        """Copy the buffers that a forward of `modules` may change."""
         owners = [module for module in modules if module._buffers]
         modes = tuple(module.training for module in owners)
         places = self._changing.get(modes)
@@ -241,26 +242,26 @@ class BufferChanges:
         """Return the copies whose buffers the following forward has changed."""
         modes, copied = copies
         if modes not in self._changing:
-            # Waits for the device, once in each combination of modes.
+            # Waits for the device, once for each combination of modes.
             copied = [saved for saved in copied if saved.differs()]
             self._changing[modes] = [saved.place for saved in copied]
         return copied
 
 
 class Rewind:
-    """The state of what a forward can change: all mutable objects that its arguments reach, the
-    attributes, buffers and parameters of `modules`, and random generators but for torch's global
+    """The state that a forward can change: all mutable objects reachable from its arguments, the
+    attributes, buffers and parameters of `modules`, and random generators except torch's global
     ones."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
     ) -> None:
         self.copies: list[BufferCopy] = []
-        """Buffers that the first run changes in place, as they were before it."""
+        """Values before the first run of the buffers that it changes in place."""
         self._noted: list[tuple[Any, _Kind, Any]] = []
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         """Tensors and their versions. Weak: the inputs may be offloaded until backward."""
-        # Also keeps the objects alive, so that no id is given out again.
+        # Also keeps the objects alive, so that no id is reused.
         visited: dict[int, Any] = {}
         todo = [*args, *kwargs.values()]
         while todo:
@@ -280,13 +281,13 @@ class Rewind:
                     references = kind.read(obj)
                     self._noted.append((obj, kind, references))
                     todo += references
-        # Parameters are replaced in forwards of torch.func.functional_call.
+        # `torch.func.functional_call` replaces parameters within a forward.
         mappings = [each for m in modules for each in (vars(m), m._buffers, m._parameters)]
         attributes = _Attributes.read(mappings)
         self._noted.append((mappings, _ATTRIBUTES, attributes))
-        numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
+        numpy = sys.modules.get("numpy.random")  # not imported: has not drawn
         kinds, values = _generators(numpy), (*args, *kwargs.values(), *attributes.values)
-        # Nearly always there is none; to see that takes no loop of Python's.
+        # Usually there is none; this check needs no Python loop.
         if not kinds.keys().isdisjoint(map(type, values)):
             generators = [(obj, kinds[type(obj)]) for obj in values if type(obj) in kinds]
             self._noted += [(obj, kind, kind.read(obj)) for obj, kind in generators]
@@ -294,11 +295,11 @@ class Rewind:
         """The global generators that the first run may draw from."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the arguments reach and that are still alive."""
+        """Return the live tensors that are reachable from the arguments."""
         return [tensor for ref, _ in self._tensors if (tensor := ref()) is not None]
 
     def forget_unused(self) -> None:
-        """The first run is over: forget the global generators that it has not drawn from."""
+        """The first run is over: drop the global generators that it has not drawn from."""
         self._global = [entry for entry in self._global if entry[0].read() is not entry[2]]
 
     @contextmanager
@@ -332,8 +333,8 @@ class Rewind:
 
 
 class _Attributes(NamedTuple):
-    """The items of several mappings, each kind in a single list: a layer has some two hundred
-    attributes, and Python's loops over them would take most of a rerun's time."""
+    """The items of several mappings in flat lists: a layer has some two hundred
+    attributes, and Python loops over them would take most of a recompute's time."""
 
     sizes: list[int]
     names: list[str]
@@ -352,13 +353,14 @@ class _Attributes(NamedTuple):
                 _clear_and_update(mapping, before)
 
     def is_same(self, now: _Attributes) -> bool:
-        """Tell whether `now` has the same objects under the same names."""
+        """Return True if `now` has the same objects under the same names."""
         are_named_alike = self.sizes == now.sizes and self.names == now.names
         return are_named_alike and all(map(is_, self.values, now.values))
 
 
 def _mapping(base: Any) -> _Kind:
-    """Write past the methods of a subclass: a model's output class may refuse writes."""
+    """Return a kind that bypasses the methods of a subclass: a model's output class may forbid
+    writes."""
 
     def write(target: Any, references: list[Any]) -> None:
         base.clear(target)
@@ -378,7 +380,7 @@ def _clear_and_update(target: Any, references: Any) -> None:
 
 
 def _slots(obj: Any) -> list[str]:
-    """Return the names of its slots, private ones as Python mangles them."""
+    """Return the names of the object's slots, private names as Python mangles them."""
     names = []
     for cls in type(obj).__mro__:
         declared = cls.__dict__.get("__slots__", ())
@@ -408,7 +410,7 @@ _CONTAINERS: tuple[tuple[type | types.UnionType, _Kind], ...] = (
     (OrderedDict, _mapping(OrderedDict)),
     (dict, _mapping(dict)),
 )
-"""Type → its kind, subclasses first."""
+"""Type → kind, subclasses first."""
 _ATTRIBUTES = _Kind(
     _Attributes.read, lambda mappings, before: before.write(mappings), _Attributes.is_same
 )
@@ -418,15 +420,15 @@ _log = logging.getLogger(__name__)
 
 
 class RecomputeError(OffloadTrainError):
-    """A forward cannot run again as it ran."""
+    """The second run of a forward differs from its first."""
 
 
 class _Placeholder:
-    """Stands for a tensor that the second run saves: see [Note: What torch's checkpoint gets].
+    """Replaces a tensor that the second run saves: see [Note: What torch's checkpoint gets].
 
     Attributes:
-        metadata: what must be the same in both runs.
-        tensors: graph task → the tensor that the second run in this backward has saved, and its
+        metadata: shape, dtype and device, which must be equal in both runs.
+        tensors: graph task → the tensor that the second run in this backward has saved, with its
             version.
     """
 
@@ -439,7 +441,7 @@ class _Placeholder:
 
     def unpack(self) -> Tensor:
         task = torch._C._current_graph_task_id()
-        # -1: no backward, but a look at what a node has saved, now or after an update.
+        # -1: no backward; the user inspects a node's saved tensors, now or after an update.
         if task == -1 or task not in self.tensors:
             self._marker.unpack()
         # Only the node that unpacks it needs it. The second run may have changed it since.
@@ -451,22 +453,22 @@ def _metadata(tensor: Tensor) -> tuple[object, ...]:
 
 
 _MARKER = torch.empty(0, device="cpu")
-"""What torch's checkpoint saves and unpacks in the place of all tensors."""
+"""The only tensor that torch's checkpoint saves and unpacks."""
 
 
 class _Runs:
     """A forward: the first call runs it, later calls run it again from the state before.
 
     Attributes:
-        failed: what the first call has raised. It returns instead: some releases of torch (2.9)
-            leave checkpoint's hooks on all that follows where the forward inside it raises.
+        failed: exception of the first call, which returns instead of raising: some releases of
+            torch (2.9) leave checkpoint's hooks active if the forward inside it raises.
     """
 
     def __init__(self, name: str, run: Callable[..., Any], inputs: Rewind) -> None:
         self._name = name
         self._saved: list[weakref.ref[_Placeholder]] = []
         self._missing: list[weakref.ref[_Placeholder]] = []
-        """What the last second run has not saved yet, in reverse order."""
+        """Placeholders that the last second run has not filled yet, in reverse order."""
         self._run = run
         self._inputs = inputs
         self._ran = False
@@ -492,7 +494,8 @@ class _Runs:
 
     def _pack_first(self, outer: Hooks) -> PassOn:
         """Return the function that packs what the first run saves; `outer`: torch's hooks."""
-        # Not an attribute: it holds what torch's checkpoint keeps, which holds this object.
+        # Not an attribute: the marker references objects of torch's checkpoint, which reference
+        # `self`.
         marker = PassedOn(outer, _MARKER)
 
         def pack(tensor: Tensor, _: object) -> _Placeholder:
@@ -503,8 +506,8 @@ class _Runs:
         return pack
 
     def _pack_again(self, outer: Hooks) -> PassOn:
-        """Return the function that packs what a second run saves, for the backward it is in."""
-        # In a backward inside the first run, these are not all yet.
+        """Return the function that packs what a second run saves, for the current backward."""
+        # In a backward inside the first run the list is still incomplete.
         self._missing = missing = self._saved[::-1]
         task = torch._C._current_graph_task_id()
 
@@ -517,7 +520,7 @@ class _Runs:
                     raise self._differs(placeholder.metadata, metadata)
                 placeholder.tensors[task] = saved
             if not missing:
-                outer[0](_MARKER)  # ends the run, as it is the last tensor that torch waits for
+                outer[0](_MARKER)  # ends the run: torch waits for no further tensor
             return saved
 
         return pack
@@ -531,13 +534,13 @@ class _Runs:
 
 
 class Written:
-    """Warns once for a model of the bytes that a layer writes into its inputs."""
+    """Warns once per model about the bytes that a layer writes into its inputs."""
 
     def __init__(self) -> None:
         self._looked = False
 
     def look(self, before: Rewind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at the inputs after the first forward of the first layer."""
+        """Check the inputs after the first forward of the first layer."""
         if self._looked:
             return
         self._looked = True
@@ -553,7 +556,7 @@ class Written:
 
 
 class Recomputed(ReplacedForward):
-    """Stands in for a forward that runs again in backward."""
+    """Replaces a forward that is recomputed in backward."""
 
     def __init__(
         self,
@@ -563,11 +566,11 @@ class Recomputed(ReplacedForward):
         written: Written,
         policy: Policy | None = None,
     ) -> None:
-        """`name`: of the module, for errors. `policy`: tells which results are kept; see [Note:
-        Selective recompute]."""
-        # torch's checkpoint reads a setting of the compiler, whose import takes seconds. Inside of
-        # the first forward an error that it catches would keep the forward's frames, and with them
-        # its hidden states and logits, until Python collects garbage.
+        """`name`: name of the module, for errors. `policy`: decides which results are saved; see
+        [Note: Selective recompute]."""
+        # torch's checkpoint imports the compiler, which takes seconds. During the first forward, an
+        # error that this import catches internally would keep the forward's frames alive, with
+        # their hidden states and logits, until Python collects garbage.
         importlib.import_module("torch._dynamo")
 
         super().__init__(module)
@@ -577,13 +580,13 @@ class Recomputed(ReplacedForward):
         self._policy = policy
         self._changes = BufferChanges()
         self._modules: list[nn.Module] = []
-        """The module and all inside, as `_find_modules` has returned them."""
+        """The module and its submodules at the last call of `_find_modules`."""
         self._children: list[nn.Module | None] = []
         """Their children at that time."""
 
     def _find_modules(self) -> list[nn.Module]:
-        """Return the module and all inside. A search in each run would take longer than to see that
-        none was added or removed since the last run."""
+        """Return the module and its submodules. Searching in each run would take longer than
+        checking that no module was added or removed since the last run."""
         children = [*chain.from_iterable([m._modules.values() for m in self._modules])]
         if not self._modules or not _are_same(children, self._children):
             self._modules = list(self._module.modules())
@@ -610,7 +613,7 @@ class Recomputed(ReplacedForward):
             try:
                 raise run.failed
             finally:
-                run.failed = None  # its traceback holds this frame: a cycle, of activations too
+                run.failed = None  # its traceback references this frame: a cycle
         inputs.forget_unused()
         inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
@@ -624,7 +627,7 @@ class Recomputed(ReplacedForward):
         **kwargs: Any,
     ) -> Any:
         watcher = self._watcher()
-        # In backward this is what makes compute wait for the block's weights and pins its slot.
+        # In backward this makes compute wait for the block's weights and pins its slot.
         leave = None if watcher is None else watcher.enter_again(self._module, begin)
         try:
             with selected:

@@ -1,21 +1,21 @@
-"""Saved-tensor hooks: saved weights become handles, other saved tensors remember their block.
+"""Saved-tensor hooks: saved weights become handles, other saved tensors refer to their block.
 
 [Note: Handles]
 Autograd saves weights for backward and does not notice that an upload replaced them: the version
-counter of a parameter that views a flat buffer does not change. So every saved tensor that lies in
-a block's flat buffer is replaced by an object that knows the block's generation; unpacking an old
-one raises an error. The hooks are pushed by each block's own pre-forward hook, innermost, and
-chained to the hooks that are active (recompute pushes its own). Pushed once around the whole
-forward, they would miss all that runs again in backward.
+counter of a parameter that views a flat buffer does not change. So every saved tensor in
+a block's flat buffer is replaced by an object that stores the block's generation; unpacking an old
+generation raises an error. Each block's pre-forward hook pushes the saved-tensor hooks, innermost,
+and chained to the hooks that are active (recompute pushes its own). If they were pushed only once,
+around the model's forward, they would miss all recomputed forwards.
 
 [Note: Recompute without hooks]
 A user's recompute may start inside a module's forward, after its hooks (`checkpoint` around
-`forward`, as in transformers): no hook fires when it runs again. But it starts from saved inputs.
-So every tensor saved inside the forward of a streamed block also stands for that block: unpacking
-it loads the block. Until it is freed the graph counts as reading the block's weights, which such a
-recompute leaves in the graph as plain views of the slot.
+`forward`, as in transformers): no hook runs when it is recomputed. But it starts from saved inputs.
+So every tensor saved inside the forward of a streamed block also refers to that block: unpacking
+the tensor loads the block. Until the tensor is freed the graph counts as reading the block's
+weights, which such a recompute leaves in the graph as plain views of the slot.
 
-Saved tensors that pass through hooks lose autograd's check for changes in place; it is made here.
+Saved tensors that pass through hooks lose autograd's check for in-place changes; it is made here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from offloadtrain.runtime.tensor_parts import is_distributed, local, rebuilt
 from offloadtrain.step.program.streaming import StreamError
 
 Kept = tuple[Tensor, "int | Reading"]
-"""Stands for a tensor where it is: with its version, or for weights of a block that stays on the
-device with their reading. A tuple and no class: a graph has twenty of them for each layer."""
+"""A saved tensor that is not moved: with its version, or, for weights of a block that stays on the
+device, with their `Reading`. A tuple for speed: a graph has twenty of them per layer."""
 
 
 class Packed(Protocol):
-    """Stands for a tensor that is elsewhere."""
+    """Replaces a saved tensor in the graph; `unpack` returns the tensor."""
 
     def unpack(self) -> Tensor: ...
 
@@ -59,12 +59,12 @@ class ChangedInPlaceError(OffloadTrainError):
 
 class Reading:
     """A graph's reads of one block's weights, as one forward saved them. While an object that
-    stands for a saved tensor refers to it the block counts as read: "delayed" uploads nothing over
+    replaces a saved tensor refers to it, the block counts as read: "delayed" uploads nothing over
     these weights.
 
     Attributes:
-        generation: that of the weights when the graph was built.
-        clock: the time of that, in forwards of modules.
+        generation: generation of the weights when the graph was built.
+        clock: time when the graph was built, in forwards of modules.
     """
 
     __slots__ = ("block", "clock", "generation")
@@ -79,10 +79,10 @@ class Reading:
         """Backward reads the weights from here on: compute waits for the block's load.
 
         Raises:
-            StaleGraphError: they were replaced since the graph was built.
+            StaleGraphError: the weights were replaced since the graph was built.
         """
         block, graphs = self.block, self.block.graphs
-        # Nearly always the node before has read the same block: nothing is left to do.
+        # Fast path: usually the previous node has read the same block.
         if (
             self.generation == graphs.generation
             and self.generation in graphs.spans
@@ -96,7 +96,7 @@ class Reading:
 
 
 class Handle:
-    """Stands for a saved view of a streamed block's weights in a graph."""
+    """Replaces a saved view of a streamed block's weights in a graph."""
 
     __slots__ = ("_bucket", "_offset", "_reading", "_shape", "_stride")
 
@@ -108,35 +108,35 @@ class Handle:
         self._offset = tensor.storage_offset() - bucket.working.flat.storage_offset()
 
     def unpack(self) -> Tensor:
-        """View the weights where they are now, in the saved shape and strides; raises
+        """View the weights at their present address, in the saved shape and strides; raises
         StaleGraphError."""
         self._reading.begin()
-        # After the use: only then is `working` the slot of this use.
+        # After `begin`: only then is `working` the slot of this use.
         view = self._bucket.working.strided(self._shape, self._stride, self._offset)
-        # With create_graph=True backward saves what it reads, past every hook, and the slot goes to
-        # another block before that is needed.
+        # With create_graph=True backward saves what it reads without calling hooks, and the slot is
+        # reused before the saved tensor is needed.
         return view.clone() if torch.is_grad_enabled() else view
 
 
 class PartHandle:
-    """Stands for saved weights of a streamed block that are a DTensor: this rank holds a part."""
+    """Replaces saved weights of a streamed block that are a DTensor: this rank has a part of
+    them."""
 
     __slots__ = ("_handle", "_like")
 
     @engine_code
     def __init__(self, reading: Reading, bucket: Bucket, tensor: Tensor) -> None:
         self._handle = Handle(reading, bucket, local(tensor))
-        # Mesh, placements and shape without the memory, which the slot's next block gets.
+        # Mesh, placements and shape without memory: the slot will hold another block.
         self._like = rebuilt(tensor, torch.empty_like(local(tensor), device="meta"))
 
     def unpack(self) -> Tensor:
-        """View this rank's part where it is now; raises StaleGraphError."""
+        """View this rank's part at its present address; raises StaleGraphError."""
         return rebuilt(self._like, self._handle.unpack())
 
 
 class PassedOn:
-    """Stands for a tensor that outer hooks have packed, those of a user's recompute for
-    instance."""
+    """A tensor packed by outer hooks, such as those of a user's recompute."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -150,8 +150,9 @@ class PassedOn:
 
 
 class WhileStreaming:
-    """Stands for a tensor that is no weight, and reports how far backward is. Saved in the forward
-    of streamed blocks it stands for them as well: [Note: Recompute without hooks]."""
+    """Replaces a tensor that is not a weight, and reports the progress of backward. If it was saved
+    in the forward of streamed blocks, unpacking it also loads them: [Note: Recompute without
+    hooks]."""
 
     __slots__ = ("_clock", "_packed", "_readings", "_residency")
 
@@ -168,11 +169,11 @@ class WhileStreaming:
         self._clock = clock
 
     def unpack(self) -> Tensor:
-        # Blocks whose forward came later give up their pins: the loads below need slots.
+        # Unpins blocks with a later forward: the loads below need slots.
         self._residency.passed(self._clock)
         if type(self._packed) is tuple:
             tensor = unpack(self._packed)
-        # Before the block's own use, since it may run other blocks again, which need slots too.
+        # Before the block's own use: this may recompute other blocks, which need slots too.
         else:
             self._residency.unpacking += 1
             try:
@@ -187,7 +188,7 @@ class WhileStreaming:
 def pass_on(tensor: Tensor, outer: Hooks | None) -> Kept | PassedOn:
     if outer is not None:
         return PassedOn(outer, tensor)
-    # Detached: an operation that saves its own result would keep itself alive.
+    # Detached: an operation that saves its result would keep itself alive.
     saved = tensor.detach() if tensor.requires_grad else tensor
     return saved, saved._version
 
@@ -196,11 +197,11 @@ PassOn = Callable[[Tensor, Hooks | None], "Kept | Packed"]
 
 
 def unpack(packed: Any) -> Tensor:
-    """Return the tensor that `packed` stands for.
+    """Return the tensor that `packed` replaces.
 
     Raises:
         StaleGraphError: weights were replaced since the graph was built.
-        ChangedInPlaceError: another tensor was changed since.
+        ChangedInPlaceError: another tensor was changed in place since it was saved.
     """
     if type(packed) is not tuple:
         unpacked: Tensor = packed.unpack()
@@ -219,7 +220,7 @@ def unpack(packed: Any) -> Tensor:
     return tensor
 
 
-# The public context manager cannot be chained: it hides the outer hooks.
+# torch's public context manager cannot be chained: it hides the outer hooks.
 _autograd = torch._C._autograd
 
 _Owner = tuple[Block, Bucket]
@@ -227,7 +228,8 @@ _HANDLE: type[Handle | PartHandle] = Handle
 
 
 class SavedTensors:
-    """Finds the block that a tensor's bytes belong to, and packs what autograd saves.
+    """Determines the block that a tensor's bytes belong to, and packs the tensors that autograd
+    saves.
 
     Attributes:
         within: streamed blocks whose forward is running.
@@ -236,9 +238,9 @@ class SavedTensors:
     def __init__(self, residency: Residency) -> None:
         self.within: Sequence[Block] = ()
         self._clock = 0
-        """Counts forwards of modules: tensors that are saved later have a higher number."""
+        """Number of module forwards so far: tensors that are saved later have a higher number."""
         self._readings: dict[Block, Reading] = {}
-        """Those of the running forward: all that it saves shares them."""
+        """Readings of the running forward: all tensors that it saves share them."""
         self._readings_within: tuple[Reading, ...] | None = None
         self._owners: AddressMap[_Owner | Callable[[Tensor], _Owner | None]] = AddressMap()
         """Owner of the tensors of a buffer; for a slot, a function from a tensor to its owner."""
@@ -259,12 +261,12 @@ class SavedTensors:
         frame: FrameType | None = None,
         begin: Callable[[Hooks], PassOn] | None = None,
     ) -> Chain | None:
-        """Make the hooks the innermost of this thread, for `pop`; None if they are already, or not
-        needed.
+        """Push the hooks as the innermost of this thread; returns None if they are already
+        innermost or not needed, else the argument for `pop`.
 
         Args:
             offloader: takes the saved tensors that it moves to the host.
-            frame: that of the forward; see [Note: Interrupted forwards] in `hooks.py`.
+            frame: frame of the forward; see [Note: Interrupted forwards] in `hooks.py`.
             begin: for a run of a recomputed forward: the outer hooks → `Chain.pass_on`.
         """
         if not torch.is_grad_enabled():
@@ -283,13 +285,13 @@ class SavedTensors:
 
     @staticmethod
     def pop(chain: Chain | None) -> None:
-        """Take the hooks off, if `push` has pushed any. Where an interruption has left others on
-        top of them, or has taken them off, they save nothing any more."""
+        """Pop the hooks that `push` has pushed. If an interrupt has left other hooks on top of
+        them, or has removed them, they are only turned off."""
         if chain is None:
             return
         if _innermost() is chain:
             _autograd._pop_saved_tensors_default_hooks()
-        # The graph keeps the hooks, and a frame would keep what the forward was given.
+        # The graph keeps the hooks alive, and a frame would keep the forward's arguments alive.
         chain.is_off, chain.frame = True, None
 
     def enter(
@@ -298,7 +300,7 @@ class SavedTensors:
         """A forward that reads these blocks begins; returns the previous `within`.
 
         Args:
-            streamed: those that what it saves stands for.
+            streamed: the blocks that tensors saved in this forward refer to.
         """
         outside = self.within
         self._clock += 1
@@ -306,7 +308,7 @@ class SavedTensors:
             clock = block.clock
             if not again:
                 clock.last = self._clock
-            # In order, the last forward is another one than that which runs again.
+            # With `in_order`, the last forward is not the recomputed one.
             counts = torch.is_grad_enabled() and not (again and clock.in_order)
             if counts and not clock.first:
                 clock.first = clock.last
@@ -314,16 +316,16 @@ class SavedTensors:
         return outside
 
     def set_within(self, blocks: Sequence[Block]) -> None:
-        """A forward begins, or is over: then `blocks` is what `enter` returned."""
+        """A forward begins or has ended; in the latter case `blocks` is what `enter` returned."""
         self.within = blocks
-        # From here on the graph alone holds its readings: they end with its nodes.
+        # From here on only the graph keeps its readings alive: they end with its nodes.
         self._readings.clear()
         self._readings_within = None
 
     def pack(
         self, tensor: Tensor, outer: Hooks | None, offloader: Offloader | None, pass_on: PassOn
     ) -> Any:
-        """Return the object that stands for a tensor in the graph; the arguments: see `Chain`."""
+        """Return the object that replaces a tensor in the graph; for the arguments see `Chain`."""
         owner, handle = self._owners.find(tensor), _HANDLE
         if owner is None and type(tensor) is not Tensor and is_distributed(tensor):
             owner, handle = self._owners.find(local(tensor)), PartHandle
@@ -363,7 +365,7 @@ def _raise_absent(block: Block, _: Tensor) -> NoReturn:
 
 
 def in_checkpoint() -> bool:
-    """Tell whether tensors saved now go to a user's recompute (torch's non-reentrant
+    """Return True if tensors saved now go to a user's recompute (torch's non-reentrant
     checkpoint)."""
     top = _innermost()
     outer = _top_hooks() if top is None else top.outer
@@ -371,8 +373,8 @@ def in_checkpoint() -> bool:
 
 
 def are_covered() -> bool:
-    """Tell whether hooks of the user's, not of a recompute, are over an engine's: they would get
-    weights of a streamed block as they are, and keep views of a slot that others get."""
+    """Return True if a user's hooks, other than a recompute's, are inside the engine's: they would
+    store weights of a streamed block as plain views of a slot that is reused."""
     top = _top_hooks()
     if top is None or isinstance(top[0], Chain):
         return False
@@ -386,22 +388,22 @@ def _top_hooks() -> Hooks | None:
 
 
 def _innermost() -> Chain | None:
-    """Return the innermost hooks of this thread, if they are an engine's."""
+    """Return the innermost hooks of this thread if they are an engine's, else None."""
     hooks = _top_hooks()
     return hooks[0] if hooks is not None and isinstance(hooks[0], Chain) else None
 
 
 class Chain:
-    """An engine's hooks over the ones that were active when they were pushed.
+    """An engine's hooks, chained to the hooks that were active when they were pushed.
 
-    A user's selective checkpoint (torch 2.14) keeps tensors apart from the graph, and offers them
-    to the user's hooks only: it skips hooks that say `_checkpoint_internal`.
+    A user's selective checkpoint (torch 2.14) stores tensors outside the graph, and offers them
+    to the user's hooks only: it skips hooks with `_checkpoint_internal`.
 
     Attributes:
-        saved, offloader: they pack saved tensors until the hooks are off.
-        outer: the hooks around them.
-        pass_on: packs a tensor that neither of them takes.
-        frame: that of the forward which they are for.
+        saved, offloader: pack saved tensors until `is_off` is set.
+        outer: the hooks around these.
+        pass_on: packs a tensor that neither `saved` nor `offloader` takes.
+        frame: frame of the forward that they were pushed for.
     """
 
     __slots__ = ("frame", "is_off", "offloader", "outer", "pass_on", "saved")
@@ -428,7 +430,7 @@ class Chain:
         return self.outer
 
     def __call__(self, tensor: Tensor) -> Any:
-        """Return the object that stands for a tensor in the graph."""
+        """Return the object that replaces a tensor in the graph."""
         if self.is_off or has_ended(self.frame):
             return pass_on(tensor, self.outer)
         return self.saved.pack(tensor, self.outer, self.offloader, self.pass_on)

@@ -1,20 +1,19 @@
-"""Selective recompute: a layer keeps the results of its expensive operations and runs the rest
-again.
+"""Selective recompute: a layer saves the results of its expensive operations and recomputes the
+rest.
 
 [Note: Selective recompute]
 With activation = "selective" the second run of a forward ([Note: Recompute] in `recompute.py`)
-takes the results of products and attention from the first one. A dispatch mode around the user's
-forward records them, and in the second run returns them in the order of the first. torch's
-`create_selective_checkpoint_contexts` does so too. This mode differs in four ways:
-
-* The engine's own operations (loads, casts) pass: their number differs between the runs.
-* Views and changes in place always run again. A view of streamed weights, if it was kept, would
-  show the next block's.
-* A result that was changed in place later is computed again: its version has changed, or an
-  operation wrote to its memory through another tensor. Writes that torch does not see, of kernels
+reuses the results of products and attention from the first run. A dispatch mode around the user's
+forward records them, and in the second run returns them in the same order, as torch's
+`create_selective_checkpoint_contexts` does. This mode differs in four ways:
+* It ignores the engine's operations (loads, casts): their number differs between the runs.
+* Views and in-place operations always run again. A saved view of streamed weights would show the
+  next block's weights.
+* A result that was changed in place later is recomputed: its version has changed, or an
+  operation wrote to its memory through another tensor. Writes that torch does not see, by kernels
   that get pointers, are not noticed.
-* A kept operation may have drawn random numbers. The second run skips it, and the generator is put
-  to where it was after it, so that later operations draw the same.
+* A saved operation may have drawn random numbers. The second run skips it and sets the generator to
+  its state after that operation, so that later operations draw the same numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.runtime.tensor_parts import local
 
 Policy = Callable[..., Any]
-"""As torch's `create_selective_checkpoint_contexts` takes it: (context, operation, *args, **kwargs)
-→ a `CheckpointPolicy`, or True for an operation whose results are kept."""
+"""A policy of torch's `create_selective_checkpoint_contexts`: (context, operation, *args, **kwargs)
+→ a `CheckpointPolicy`, or True for an operation whose results are saved."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -57,29 +56,29 @@ _EXPENSIVE = frozenset(
     "flash_attn::_flash_attn_varlen_forward",
     "torch_attn::_varlen_attn",
 }
-"""Products and attention, by the names of their schemas."""
+"""Schema names of products and attention."""
 
 
 class PolicyError(OffloadTrainError):
-    """A policy has returned what cannot be done."""
+    """A policy returned a decision that is not supported."""
 
 
 class _Thread(threading.local):
     is_engine = False
     """True while engine code runs on this thread; `Selection` ignores its operations."""
     unpacking = 0
-    """Saved tensors that are being unpacked on this thread, one inside the other."""
+    """Number of nested unpackings of saved tensors on this thread."""
 
 
 _THREAD = _Thread()
 
 
 def engine_code(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method of the engine that is called inside a layer's forward."""
+    """Decorate an engine method that is called inside a layer's forward: `Selection` ignores it."""
 
     @wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_dynamo_compiling():  # it sees through casts, and no mode does there
+        if torch.compiler.is_dynamo_compiling():  # traces casts, runs no dispatch mode
             return method(*args, **kwargs)
         previous = _THREAD.is_engine
         try:
@@ -93,8 +92,8 @@ def engine_code(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextmanager
 def unpacking() -> Iterator[None]:
-    """A saved tensor is being unpacked: the forwards that run again for it are no part of a forward
-    around it, which differentiates a part of itself."""
+    """Mark that a saved tensor is being unpacked: forwards recomputed for it are not part of an
+    enclosing forward that differentiates a part of itself."""
     _THREAD.unpacking += 1
     try:
         yield
@@ -103,13 +102,13 @@ def unpacking() -> Iterator[None]:
 
 
 def default_policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    """The policy that is taken where the user gives none."""
+    """The policy if the user sets none: save products and attention."""
     schema = getattr(operation, "_schema", None)  # flex attention has none
     return schema is None or schema.name in _EXPENSIVE
 
 
 class _Generator(NamedTuple):
-    """The state of torch's generator of a device after an operation that may draw from it."""
+    """The state of a device's torch generator after an operation that may draw from it."""
 
     device: torch.device
     state: Tensor
@@ -122,13 +121,13 @@ class _Generator(NamedTuple):
 
 
 class _Result:
-    """The kept result of an operation."""
+    """The saved result of an operation."""
 
     __slots__ = ("_leaves", "_spec", "_versions", "generator")
 
     def __init__(self, out: Any, generator: _Generator | None) -> None:
         leaves, self._spec = tree_flatten(out)
-        # Detached: autograd is about to make `out` a part of the graph, which holds this object.
+        # Detached: autograd will make `out` a part of the graph, which references this object.
         self._leaves = [_detached(leaf) for leaf in leaves]
         self._versions = [getattr(leaf, "_version", None) for leaf in self._leaves]
         self.generator = generator
@@ -142,7 +141,8 @@ class _Result:
 
 
 class Selection(TorchDispatchMode):
-    """Around a forward: the first time it records what `policy` keeps, later it returns that."""
+    """Wraps a forward: the first run records the results that `policy` saves, the second reuses
+    them."""
 
     supports_higher_order_operators = True
 
@@ -151,19 +151,20 @@ class Selection(TorchDispatchMode):
         self._policy = policy
         self._ran = False
         self._depth = self._level = 0
-        """Runs that are in progress; the unpackings around the outermost of them."""
+        """Number of nested runs; `_THREAD.unpacking` when the outermost of them began."""
         self._calls: Counter[Any] = Counter()
         self._results: dict[tuple[Any, int], _Result] = {}
         self._in_memory: dict[int, list[tuple[Any, int]]] = {}
-        """Storage → the results in it."""
+        """Storage → keys of the saved results in it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as `Passthrough`
+        return False  # see `Passthrough`
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A function that the user has compiled, such as flex attention, stays compiled."""
+        """Return True: a function that the user has compiled, such as flex attention, stays
+        compiled."""
         return True
 
     def __enter__(self) -> Selection:
@@ -181,7 +182,7 @@ class Selection(TorchDispatchMode):
         self._calls.clear()
         self._in_memory.clear()
         if self._ran:
-            self._results.clear()  # what the second run had no use for; a third one computes it
+            self._results.clear()  # unused by the second run; a third run recomputes
         self._ran = True
 
     def __torch_dispatch__(
@@ -193,7 +194,8 @@ class Selection(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Deeper: the forward differentiates a part of itself, which runs this forward again inside
-        # its first run, or in a checkpoint of the user's others. These keep and take nothing.
+        # its first run, or other forwards in a user's checkpoint. Those runs neither save nor
+        # reuse.
         is_deeper = _THREAD.unpacking > self._level
         if _THREAD.is_engine or is_deeper or _casts_weight(func, args):
             return func(*args, **kwargs)
@@ -222,7 +224,8 @@ class Selection(TorchDispatchMode):
         return result.value()
 
     def _keeps(self, out: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Raises PolicyError if the results are to go to the host."""
+        """Return True if a result is to be saved; raises PolicyError if the policy asks for
+        offload."""
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = out  # older releases of torch have no argument for it
         decision = self._policy(context, func, *args, **kwargs)
@@ -234,14 +237,14 @@ class Selection(TorchDispatchMode):
                     "'offload_saved', which moves all that is saved"
                 )
             decision = decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-        # Some operations return memory of their inputs, weights for instance, without declaring the
+        # Some operations return memory of their inputs, such as weights, without declaring the
         # alias.
         return bool(decision) and _memory_of(out).isdisjoint(_memory_of((args, kwargs)))
 
 
 @cache
 def _is_functional(func: Any) -> bool:
-    """Tell whether an operation returns new tensors, and draws from no generator of the user's."""
+    """Return True if an operation returns new tensors and uses no generator of the user's."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return str(func) == "flex_attention"
     schema = func._schema
@@ -253,7 +256,7 @@ def _is_functional(func: Any) -> bool:
 
 
 def draws(operation: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether an operation draws random numbers; attention does for its dropout only."""
+    """Return True if an operation draws random numbers; attention does so only with dropout."""
     schema = getattr(operation, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
     if "dropout_p" in names:  # operations of other libraries (flash_attn) have no tags
@@ -263,15 +266,16 @@ def draws(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _casts_weight(func: Any, args: Any) -> bool:
-    """Tell whether autocast casts a weight: it does so once per region, so that the two runs differ
-    in the number of these casts."""
+    """Return True if autocast casts a weight: it does so once per region, so that the two runs
+    differ in the number of these casts."""
     is_cast = func is torch.ops.aten._to_copy.default
     return is_cast and args[0].is_leaf and args[0].requires_grad
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operation changes in place. Version counters do not show all
-    writes: tensors cut by `unsafe_chunk`, such as the gates of a GRU, and `data` have their own."""
+    such writes: tensors cut by `unsafe_chunk`, such as the gates of a GRU, and `data` have separate
+    counters."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -290,10 +294,10 @@ def _generator_of(out: Any) -> _Generator | None:
 
 
 def _detached(leaf: Any) -> Any:
-    """Return another tensor of the same memory, with the same version counter."""
+    """Return another tensor over the same memory that shares the version counter."""
     if not isinstance(leaf, Tensor):
         return leaf
-    # Below autograd `detach` would make a counter of its own.
+    # Below autograd, `detach` would create a new counter.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return leaf.detach()
 

@@ -1,9 +1,9 @@
 """The only entry to the CPU kernels: native (C++, by instruction set), or Numba.
 
-Every backend gives the same bits, whatever the instruction set and the number of threads. All
-tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written. If
-the first one is on a GPU, all are, and torch does the work (`on_device`). Start at `calls.update`;
-`selection.py` has the native kernels, and picks the backend.
+Every backend gives the same bits, for every instruction set and number of threads. All
+tensors are 1-D, contiguous and on the CPU; other tensors raise an error before a byte is written.
+If the first tensor is on a GPU, all are, and torch does the work (`on_device`). Start at
+`calls.update`; `selection.py` has the native kernels, and chooses the backend.
 """
 
 from offloadtrain.runtime.kernels.calls import (

@@ -1,12 +1,12 @@
 """The calls of the CPU kernels: operands are checked before a byte is written.
 
 [Note: The norm]
-A gradient's global norm has one definition on host and ranks: the sum of squares of a parameter is
-taken in fp64 (squares of fp32 and narrower are exact there) over segments of 2,048 elements counted
-from the parameter's start, the last padded with zeros. Within a segment, element i is added to
-element i + 1024 for i < 1024, then i + 512, down to 1; segments are added in order. Kernels of a
-GPU add in an order of their own: a norm that is measured there agrees with this definition to a
-relative 1e-14.
+The global norm of a gradient has one definition for the host and for ranks: the sum of squares of a
+parameter is computed in fp64 (squares of fp32 and narrower are exact there) over segments of 2,048
+elements, counted from the parameter's start, the last segment padded with zeros. Within a segment,
+element i + 1024 is added to element i for i < 1024, then i + 512, down to 1; segments are added in
+order. GPU kernels add in another order: a norm that is measured there agrees with this definition
+to a relative 1e-14.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _BF16 = (torch.bfloat16,)
 _MOMENTS = ("momentum_buffer",)
 
 _RIGHT: set[tuple[object, ...]] = set()
-"""Operands of updates that were found right: each bucket's are checked once, not in every step."""
+"""Operands of updates that have passed the checks: each bucket's are checked once, not in every
+step."""
 _RIGHT_KEPT = 4096
 
 _NO_ADAM = AdamScalars(lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, step=1)
@@ -54,20 +55,20 @@ def update(
     layout: Layout | None = None,
     out: State | None = None,
 ) -> None:
-    """Run one step of a rule over a bucket in one pass: that of the scalars' class.
+    """Run one step of the update rule of `scalars` over a bucket, in one pass.
 
     Order: scale the gradient, decay, moments, bias correction, update, round to the state's format.
     With Fp32State the arithmetic is that of torch's fused optimizers on the CPU, to the bit: Adam,
-    AdamW, SGD, Adagrad. Lion's is that of its authors' code, with torch's fused multiply-adds. With
-    the other states it is the same arithmetic between decoding and encoding.
+    AdamW, SGD, Adagrad. Lion follows its authors' code, with torch's fused multiply-adds. With
+    other states it is the same arithmetic between decoding and encoding.
 
     Args:
         state: the state to read; also written, unless `out` is given.
         grad: (n,) fp32, bf16 or fp16.
-        working: with Fp32State only, (n,) fp32, bf16 or fp16: receives the new master rounded to
-            nearest even, NaN kept. May be the memory of `grad` itself if their elements have the
-            same size. The other states' `weight` is the working weight.
-        layout: required for Split16State and Int8State, whose elements outside of it do not change.
+        working: only with Fp32State, (n,) fp32, bf16 or fp16: receives the new master rounded to
+            nearest even, NaN preserved. May be the memory of `grad` if their elements have the
+            same size. In other states, `weight` is the working weight.
+        layout: required for Split16State and Int8State; elements outside of it do not change.
         out: state in other memory that receives the new values by streaming stores; `state` does
             not change.
 
@@ -96,7 +97,7 @@ def _update_on_device(
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
-    """total = grad (first) or total + grad, in fp32.
+    """total = grad (if `first`) or total + grad, in fp32.
 
     Args:
         total: (n,) fp32.
@@ -115,7 +116,7 @@ def accumulate_squares(
     """`accumulate` the parameters of a layout, and compute their sums of squares in the same pass.
 
     Args:
-        squares: (m,) fp64; the element of each parameter's id is written.
+        squares: (m,) fp64; the element at each parameter's id is written.
     """
     if grad.is_cuda:
         on_device.accumulate(total, grad, first)
@@ -127,7 +128,7 @@ def accumulate_squares(
 
 
 def cast(source: Tensor, target: Tensor) -> None:
-    """target = source rounded to nearest even, NaN kept.
+    """target = source rounded to nearest even, NaN preserved.
 
     Args:
         source: (n,) fp32.
@@ -153,7 +154,7 @@ def sum_squares_many(flat: Tensor, layout: Layout, squares: Tensor) -> None:
 
     Args:
         flat: (n,) fp32, bf16 or fp16.
-        squares: (m,) fp64; the element of each parameter's id is written.
+        squares: (m,) fp64; the element at each parameter's id is written.
     """
     if flat.is_cuda:
         on_device.sum_squares(flat, layout, squares)
@@ -164,12 +165,12 @@ def sum_squares_many(flat: Tensor, layout: Layout, squares: Tensor) -> None:
 
 
 def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
-    """`sum_squares` of parameters that lie apart.
+    """`sum_squares` of parameters in separate memory.
 
     Args:
-        tensors: the id of each with its values, fp32, bf16 or fp16, all alike, of any dense shape
-            and in the order of their memory; at least one.
-        squares: (m,) fp64; the element of each id is written.
+        tensors: (id, values) for each: all fp32, bf16 or fp16, of one dtype, any dense shape,
+            in the order of their memory; at least one.
+        squares: (m,) fp64; the element at each id is written.
     """
     if squares.is_cuda:
         on_device.sum_squares_each(tensors, squares)
@@ -186,7 +187,7 @@ def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> 
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """target = source, of one dtype and size, on the kernels' threads."""
+    """target = source, of equal dtype and size, on the kernels' threads."""
     if source.is_cuda:
         target.copy_(source)
         return
@@ -209,7 +210,7 @@ def set_master(state: State, master: Tensor) -> None:
     """Set the master weights, rounded to nearest if the format is narrower.
 
     Args:
-        master: (n,) fp32, of the state's device.
+        master: (n,) fp32, on the state's device.
     """
     if isinstance(state, Fp32State) and master.is_cpu:
         copy(master, state.master)
@@ -242,8 +243,8 @@ def read_master(
 
 
 def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
-    """Move the 28 bytes per parameter of Adam with next to no arithmetic: the limit to compare
-    with. The contents are meaningless afterwards.
+    """Move the 28 bytes per parameter of Adam with almost no arithmetic: an upper bound for its
+    speed. The contents are meaningless afterwards.
 
     Args:
         grad, working: (n,) bf16, not the same memory.
@@ -260,7 +261,8 @@ def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
 
 
 def first_touch(memory: Tensor) -> None:
-    """Fault in the pages of a new buffer, each by the thread that will use it, which places them.
+    """Fault in the pages of a new buffer, each by the thread that will use it: this determines
+    their node.
 
     Args:
         memory: (n,) zeros of any dtype in a fresh mapping, split as the kernels split buffers of n
@@ -272,21 +274,21 @@ def first_touch(memory: Tensor) -> None:
     active_backend().first_touch(memory)
 
 
-# The host's part of a rule for matrices: the moving average of gradients, and the masters. One pass
-# each. Between the two the device orthogonalizes the direction.
+# The host's part of a rule for matrices: the moving average of gradients, and the masters, one
+# pass each. In between, the device orthogonalizes the direction.
 
 
 def blend(
     state: State, grad: Tensor, target: Tensor, layout: Layout, scalars: BlendScalars
 ) -> None:
-    """Take a gradient into the moving average, and write the direction, with torch's lerp.
+    """Update the moving average from a gradient, and write the direction, with torch's lerp.
 
-    Masters stay, and so does what is outside of the layout.
+    Masters and elements outside of the layout do not change.
 
     Args:
-        state: Fp32State or Split16State of one moment; the average changes.
+        state: Fp32State or Split16State with one moment; the average changes.
         grad: (n,) fp32, bf16 or fp16.
-        target: (n,) bf16; may begin where `grad` does, which is then consumed.
+        target: (n,) bf16; may start at the address of `grad`, which is then overwritten.
 
     Raises:
         TypeError, ValueError: nothing has been written.
@@ -310,11 +312,11 @@ def subtract(
     """master = master * decay - update * rate, the second product not rounded.
 
     Args:
-        state: Fp32State or Split16State of one moment; masters change.
-        update: (n,) bf16. May begin where `working` does, and is then consumed.
+        state: Fp32State or Split16State with one moment; masters change.
+        update: (n,) bf16. May start at the address of `working`, and is then overwritten.
         working: with Fp32State, (n,) fp32, bf16 or fp16: receives the new masters, rounded, and
             zero outside of the layout.
-        rates: of each parameter of the layout.
+        rates: one per parameter of the layout.
 
     Raises:
         TypeError, ValueError: nothing has been written.
@@ -342,7 +344,7 @@ def _check_update(
     layout: Layout | None,
     scalars: Scalars,
 ) -> None:
-    """Raises TypeError or ValueError for operands that `kernels.update` does not take."""
+    """Raises TypeError or ValueError for operands that `kernels.update` does not accept."""
     if scalars.step < 1:
         raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
     key = (type(state), type(out), out is state, working is None, len(state), scalars.moments)
@@ -369,7 +371,7 @@ def _check_update(
     if state.format.holds_weight:
         _check_layout(layout, numel)
     _check_disjoint(operands)
-    # A run has as many as it has buckets; one with more pays for the check.
+    # A run has as many entries as buckets; a run with more buckets repeats the checks.
     if len(_RIGHT) >= _RIGHT_KEPT:
         _RIGHT.clear()
     if form is not None:
@@ -377,8 +379,8 @@ def _check_update(
 
 
 def _form(key: tuple[object, ...], tensors: Iterable[Tensor]) -> tuple[object, ...] | None:
-    """Return all that the checks ask of tensors: what was right in this form is right again. None
-    for what is no dense tensor, or none at all: the checks say what is wrong."""
+    """Return the properties of tensors that the checks read: equal properties pass again. None
+    if one is not a dense tensor: the checks then describe the error."""
     try:
         return (*key, *map(_form_of, tensors))
     except (AttributeError, RuntimeError):
@@ -392,10 +394,10 @@ def _form_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _check_state(state: State, numel: int, moments: tuple[str, ...]) -> Sequence[str]:
-    """Return the names of its fields.
+    """Return the names of the state's fields.
 
     Raises:
-        TypeError, ValueError: unless `state` is one of `numel` elements, with these moments.
+        TypeError, ValueError: unless `state` has `numel` elements and these moments.
     """
     wanted = _fields(type(state), moments)
     if len(wanted) != len(state):
@@ -412,10 +414,10 @@ def _check_state(state: State, numel: int, moments: tuple[str, ...]) -> Sequence
 def _fields(
     kind: type[State], moments: tuple[str, ...]
 ) -> tuple[tuple[str, tuple[torch.dtype, ...], int], ...]:
-    """Each field's name, its allowed dtypes, and the elements that share a value of it.
+    """Return each field's name, its allowed dtypes, and the number of elements per value.
 
     Raises:
-        TypeError: a state of this kind does not keep these moments.
+        TypeError: a state of this kind cannot store these moments.
     """
     format = kind.format
     if not format.keeps_moments(moments):
@@ -456,10 +458,10 @@ def _check_operand(
 
 
 def _check_address(name: str, tensor: Tensor) -> int:
-    """Return where its values are.
+    """Return the address of a tensor's values.
 
     Raises:
-        ValueError: nowhere, as those of a fake tensor.
+        ValueError: it has no memory, like a fake tensor.
     """
     address: int = tensor.data_ptr()
     if not address and tensor.numel():
@@ -468,14 +470,14 @@ def _check_address(name: str, tensor: Tensor) -> int:
 
 
 def _check_alive(name: str, tensor: Tensor) -> None:
-    """Raises ValueError if the storage was freed under the tensor."""
+    """Raises ValueError if the tensor's storage was freed."""
     end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
     if end > tensor.untyped_storage().nbytes():
         raise ValueError(f"{name} has been freed: its storage is smaller than it is")
 
 
 def _check_disjoint(operands: dict[str, Tensor]) -> None:
-    """Raises ValueError if two share memory, except that working may be grad."""
+    """Raises ValueError if two operands share memory, except that working may be grad."""
     extents = sorted([(x.data_ptr(), x.nbytes, name) for name, x in operands.items()])
     before, last = (0, 0), ""
     for start, nbytes, name in extents:
@@ -491,14 +493,14 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _check_pair(full: Tensor, narrow: Tensor) -> None:
-    """Check an fp32 operand and a second one of as many elements, of any dtype."""
+    """Check an fp32 operand and a second operand of equal size and any dtype."""
     _check_operand("the fp32 operand", full, _FP32)
     _check_operand("the other operand", narrow, _FLOATS, full.numel())
     _check_disjoint({"the fp32 operand": full, "the other operand": narrow})
 
 
 def _check_master(state: State, master: Tensor) -> None:
-    """Check (n,) fp32 masters and the fields of narrow state that stand for them."""
+    """Check (n,) fp32 masters and the fields of narrow state that encode them."""
     _check_operand("master", master, _FP32)
     halves = {field.name: tensor for field, tensor in zip(state.format.master, state, strict=False)}
     for name, tensor in halves.items():
@@ -517,8 +519,8 @@ def _check_squares(layout: Layout, flat: Tensor, squares: Tensor) -> None:
 
 
 def _check_matrices(state: State, layout: Layout, operands: dict[str, Tensor]) -> None:
-    """Check the operands of a kernel for matrices. The last one holds the bf16 matrices that are
-    orthogonalized, and may begin where another one, the gradient, does."""
+    """Check the operands of a kernel for matrices. The last contains the bf16 matrices that are
+    orthogonalized, and may start at the address of another operand, the gradient."""
     if not isinstance(state, Fp32State | Split16State):
         raise TypeError(f"state must be Fp32State or Split16State, not {type(state).__name__}")
     *rest, (last, bf16) = operands.items()

@@ -1,10 +1,10 @@
 """The state formats in plain torch: encoding of fp32 numbers, and decoding.
 
 This is the oracle of the native formats (native/numbers.h), and initialises, exports and converts
-state. A GPU updates state with it, which torch compiles (`on_device`).
+state. GPUs update state with it, compiled by torch (`on_device`).
 
-Integers are int32, as the bits of fp32 numbers are, because 64-bit integers are slow on a GPU.
-Sums and products wrap as unsigned ones do. A right shift repeats the sign: where the upper bits
+Integers are int32, like the bits of fp32 numbers, because 64-bit integers are slow on a GPU.
+Sums and products wrap as unsigned ones do. A right shift repeats the sign: if the upper bits
 matter, a mask follows.
 """
 
@@ -39,12 +39,12 @@ def _lowest(bits: Tensor, width: int) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a * b + c in fp32, rounded once; numbers are taken as fp32.
+    """a * b + c in fp32, rounded once; operands are converted to fp32.
 
     The product is exact in double. The sum is rounded to odd, which makes the second rounding, to
     fp32, the rounding of the exact value (Boldo & Melquiond 2008).
 
-    On a GPU the compiler decides whether it rounds once or twice: most have few units for double.
+    On a GPU the compiler decides whether it rounds once or twice: most GPUs have few fp64 units.
     """
     if a.is_cuda:
         return a * b + c
@@ -60,7 +60,7 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
 
 
 def random_bits(key: int, elements: Tensor) -> Tensor:
-    """Uniform 32-bit integers, a function of the 64-bit key and each element's number.
+    """Uniform 32-bit integers, a function of the 64-bit key and each element's index.
 
     Args:
         elements: (n,) int64 in [0, 2^32).
@@ -77,7 +77,7 @@ def halves(key: int) -> tuple[int, int]:
 
 
 def hashed(elements: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
-    """`random_bits` as (n,) int32, of int32 elements and a key in two halves."""
+    """`random_bits` as (n,) int32, from int32 elements and the two halves of a key."""
     x = elements ^ low
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
     x = x ^ high
@@ -86,8 +86,8 @@ def hashed(elements: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
 
 
 def round_bf16(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 → bf16, up with the probability of the discarded fraction; `random`: uniform over 16
-    bits."""
+    """fp32 → bf16, rounded up with the probability of the discarded fraction; `random`: uniform
+    over 16 bits."""
     bits = bits_of(values)
     finite = (bits & _MAGNITUDE) < _INFINITY
     special = torch.where(values.isnan(), _NAN, bits)
@@ -95,7 +95,7 @@ def round_bf16(values: Tensor, random: Tensor) -> Tensor:
 
 
 def _half(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n,) in [-2^15, 2^15) → (n,) of a dtype of 16 bits."""
+    """(n,) in [-2^15, 2^15) → (n,) of a 16-bit dtype."""
     return bits.to(torch.int16).view(dtype)
 
 
@@ -166,10 +166,10 @@ def _fp16_minus_8(x: Tensor) -> Tensor:
 class Minifloat:
     """The code of a moment's magnitude relative to its block: the top bits of 1 + t.
 
-    [Note: 8-bit moments] in native/numbers.h says why.
+    [Note: 8-bit moments] in native/numbers.h gives the reasons.
 
     Attributes:
-        mantissa: bits of each binade.
+        mantissa: number of mantissa bits per binade.
         largest: code of the block's largest magnitude.
     """
 
@@ -208,9 +208,9 @@ class Minifloat:
 
 
 SIGNED = Minifloat(mantissa=3, largest=127)
-"""Code of a first moment, beside its sign."""
+"""Code of a first moment, without its sign."""
 UNSIGNED = Minifloat(mantissa=3, largest=256)
-"""Code of a second moment, stored less one: there is no code for zero, because a second moment of
+"""Code of a second moment, stored minus one: there is no code for zero, because a second moment of
 zero would make the update explode."""
 
 
@@ -229,7 +229,7 @@ def decode_moments(state: Int8State) -> tuple[Tensor, ...]:
 
 
 def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) -> None:
-    """fp32 moments of one parameter, from a block's start on, → 8 bits, written to `out`.
+    """fp32 moments of one parameter, starting at a block's start, → 8 bits, written to `out`.
 
     Args:
         random: (n,) int32; its lowest 24 bits are uniform: 12 for each moment.
@@ -238,7 +238,7 @@ def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) ->
     blocked = [_blocked(moment) for moment in moments]
     kinds = (SIGNED, UNSIGNED)[: len(blocked)]
     scaled = [kind.scales(x.abs().amax(1)) for kind, x in zip(kinds, blocked, strict=True)]
-    # A block with a value that is not finite is NaN as a whole: its codes are zero.
+    # A block with a value that is not finite becomes NaN completely: its codes are zero.
     finite = torch.ones(blocks(numel), dtype=torch.bool, device=random.device)
     for _, inverse in scaled:
         finite &= inverse != 0

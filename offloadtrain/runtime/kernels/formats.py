@@ -1,8 +1,7 @@
 """Every state format in plain torch: fields to fp32 values and back, and any update rule over them.
 
-The three shipped formats have fast kernels for the shipped rules as well. A format of a
-program's own is one object, a `StateCodec`, and everything else follows from what that declares
-(docs/extending.md).
+The three shipped formats also have fast kernels for the shipped rules. A user-defined format is an
+object, a `StateCodec`; everything else follows from its declarations (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -42,26 +41,27 @@ Change = Callable[[Tensor, list[Tensor], Tensor], object]
 
 
 class StateCodec(Protocol):
-    """A state format with how its fields are read and written, elements of one parameter at a time.
+    """A state format with functions to read and write its fields, for elements of one parameter.
 
     Attributes:
-        format: what is kept.
+        format: the stored fields.
     """
 
     @property
     def format(self) -> StateFormat: ...
 
     def load(self, fields: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Master weights, then each moment, as (n,) fp32: the fields themselves where they are."""
+        """Return master weights, then each moment, as (n,) fp32: fp32 fields themselves, not
+        copies."""
         ...
 
     def store(
         self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None
     ) -> None:
-        """Write what `load` would return into the fields.
+        """Write the values that `load` would return into the fields.
 
         Args:
-            draw: random bits for a rounding that uses some; None: round to nearest.
+            draw: random bits for stochastic rounding; None: round to nearest.
         """
         ...
 
@@ -101,7 +101,7 @@ class _Split16:
 
 
 def _16_bits(random: Tensor, number: int) -> Tensor:
-    """For each moment its own: the halves of `random`, then of what it hashes to."""
+    """Separate bits for each moment: the halves of `random`, then of its hashes."""
     word = random if number < 2 else hashed(random, number // 2, 0)
     return (word >> 16 * (number % 2)) & 0xFFFF
 
@@ -138,7 +138,7 @@ class RegisteredFormat:
     name: str
 
     def remove(self) -> None:
-        """Forget the format. Optimizers that use it must be closed."""
+        """Remove the format. Optimizers that use it must be closed."""
         if CODECS.pop(self.name, None) is not None:
             formats.unregister(self.name)
 
@@ -150,14 +150,14 @@ class RegisteredFormat:
 
 
 def register_state_format(codec: StateCodec) -> RegisteredFormat:
-    """Make a state format known: `ot.offload(..., state=codec.format.name)`.
+    """Register a state format: `ot.offload(..., state=codec.format.name)`.
 
     It runs in plain torch, for every update rule.
 
     Raises:
-        TypeError: the codec is none, or does not give fp32 values of the right shapes.
-        ValueError: there is a format of this name; its fields contradict each other; or memory of
-            zeros, which a run starts with, does not hold moments of zero.
+        TypeError: the codec is not a codec, or does not return fp32 values of the right shapes.
+        ValueError: a format of this name exists; its fields contradict each other; or zeroed
+            memory, with which a run starts, does not decode to moments of zero.
     """
     if not isinstance(getattr(codec, "format", None), StateFormat):
         raise TypeError(f"{codec!r:.80} has no `format` that is a StateFormat")
@@ -173,7 +173,7 @@ def register_state_format(codec: StateCodec) -> RegisteredFormat:
 
 
 def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
-    """Load and store memory of zeros, whose last block is not whole."""
+    """Load and store zeroed memory whose last block is incomplete."""
     moments = formats.typical_moments(codec.format)
     fields = zeros(codec.format, moments, numel, weights, torch.device("cpu"))
     values = codec.load(fields)
@@ -228,10 +228,10 @@ def update_by_codec(
     seed: int,
     out: tuple[Tensor, ...] | None = None,
 ) -> None:
-    """One step of one bucket: load, `change`, store, a piece of a parameter at a time.
+    """Run one step of one bucket: load, `change`, store, for one piece of a parameter at a time.
 
     Args:
-        See `UpdateRule.update`. What of `working` is no parameter's becomes zero.
+        See `UpdateRule.update`. Elements of `working` outside of parameters become zero.
     """
     codec, fields, end = codec_of(format), format.fields(moments), 0
     for offset, numel, parameter, first in layout.rows():
@@ -256,7 +256,7 @@ def update_by_codec(
 
 
 def cut(fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int) -> tuple[Tensor, ...]:
-    """Return the part of each tensor for elements [lo, hi); `lo` is a block's start."""
+    """Return the part of each tensor for elements [lo, hi); `lo` is the start of a block."""
     return tuple(
         tensor[lo // field.per : -(-hi // field.per)]
         for field, tensor in zip(fields, tensors, strict=True)
@@ -264,13 +264,13 @@ def cut(fields: Sequence[Field], tensors: Sequence[Tensor], lo: int, hi: int) ->
 
 
 def draw_bits(key: int, elements: tuple[int, int], device: torch.device) -> Tensor:
-    """See `Draw`; `elements`: [lo, hi) of a parameter, where `key` is that of lo."""
+    """See `Draw`; `elements`: [lo, hi) of a parameter; `key`: key of element lo."""
     numbers = torch.arange(*elements, device=device) & 0xFFFFFFFF
     return random_bits(key, numbers)
 
 
 def set_master_by_codec(format: StateFormat, state: tuple[Tensor, ...], master: Tensor) -> None:
-    """Take over (n,) fp32 master weights; moments stay, to the bit."""
+    """Set (n,) fp32 master weights; moments do not change, to the bit."""
     codec, scratch = codec_of(format), tuple(torch.empty_like(field) for field in state)
     codec.store(scratch, [master, *codec.load(state)[1:]], None)
     for field, new in zip(state[: len(format.master)], scratch, strict=False):
@@ -283,5 +283,5 @@ def convert_by_codec(
     format: StateFormat,
     state: tuple[Tensor, ...],
 ) -> None:
-    """Take over state of another format, rounded to nearest where this one is narrower."""
+    """Set state from state of another format, rounded to nearest if this format is narrower."""
     codec_of(format).store(state, codec_of(source).load(given), None)

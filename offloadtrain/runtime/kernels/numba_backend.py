@@ -1,4 +1,4 @@
-"""The kernels in Numba, with the bits of the native ones, for installs without a compiler.
+"""The kernels in Numba, with the same bits as the native kernels, for installs without a compiler.
 
 bf16 and fp16 tensors are passed as their bits. Conversions run over slabs that fit in the L1 cache,
 so that one arithmetic loop serves every dtype and vectorises.
@@ -116,7 +116,7 @@ def _adagrad(master: Any, total: Any, grad: Any, c: Any) -> None:
 
 @compiled
 def _slab(rule: int, master: Any, first: Any, second: Any, grad: Any, c: Any) -> None:
-    """One step of the rule of this number in native/kernels.h."""
+    """Run one step of the rule with this number in native/kernels.h."""
     if rule == 0:
         _adam(master, first, second, grad, c)
     elif rule == 1:
@@ -231,7 +231,7 @@ _NUMBERS = 10
 
 
 def _packed(scalars: Scalars) -> tuple[np.float32, ...]:
-    """As many numbers for every rule: each takes its own."""
+    """Return the rule's coefficients, padded to equal length for all rules."""
     c = scalars.coefficients()
     return tuple(np.float32(value) for value in (*c, *[0.0] * (_NUMBERS - len(c))))
 
@@ -388,12 +388,12 @@ def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> 
         sum_squares(flat, Layout.of_one(flat.numel(), id), squares)
 
 
-# A rule for matrices.
+# Kernels of rules for matrices.
 
 
 @compiled
 def _blend(average: Any, grad: Any, c: Any) -> None:
-    """The gradient becomes the direction."""
+    """Update the average; `grad` is overwritten by the direction."""
     scale, weight, ahead, towards_grad, towards_average, nesterov = c
     zero = np.float32(0.0)
     for i in range(average.size):
@@ -480,8 +480,8 @@ def _join(weight: Any, low: Any, master: Any, lo: int, hi: int) -> None:
 
 
 def _waves(numel: int, in_place: bool) -> Iterator[tuple[int, int]]:
-    """Ranges in which nothing is overwritten that is yet to be read: [Note: Waves] in
-    native/matrix_calls.h. What the first one reads needs a copy."""
+    """Yield ranges in which nothing is overwritten before it is read: [Note: Waves] in
+    native/matrix_calls.h. The input of the first range must be copied."""
     lo, hi = 0, min(numel, GRAIN) if in_place else numel
     while lo < numel:
         yield lo, hi

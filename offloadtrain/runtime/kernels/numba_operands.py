@@ -1,7 +1,7 @@
-"""Number formats, operands of any dtype and threads of the Numba kernels.
+"""Number formats, operands of any dtype, and threads of the Numba kernels.
 
 bf16 and fp16 are passed as their bits. A loop never writes an array that it reads, except element
-for element under one name: LLVM would use its scalar fallback. LLVM vectorises loops over arrays.
+by element under one name: otherwise LLVM would not vectorise it. LLVM vectorises loops over arrays.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def random_bits(first: Any, second: Any, element: Any, target: Any) -> None:
 
 @compiled
 def store_bf16_randomly(source: Any, random: Any, shift: Any, target: Any) -> None:
-    """Round up with the probability of the part cut off; 16 random bits from bit `shift` on."""
+    """Round up with the probability of the discarded part; uses 16 random bits from bit `shift`
+    on."""
     for i in range(source.size):
         bits = _bits(source[i])
         magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -217,8 +218,8 @@ def runs(
     lo: int,
     hi: int,
 ) -> Iterator[tuple[Keys, np.uint32, int, int]]:
-    """Yield (keys, element, begin, end) of what of [lo, hi) belongs to parameters, cut where the
-    key of the random bits changes."""
+    """Yield (keys, element, begin, end) for the parts of [lo, hi) that belong to parameters, cut
+    where the key of the random bits changes."""
     for offset, numel, parameter, first in rows:
         begin, stop = max(lo, offset), min(hi, offset + numel)
         while begin < stop:

@@ -1,18 +1,18 @@
 """The kernels for GPU memory, in torch, for optimizer state that is not offloaded.
 
-Adam and SGD are torch's own fused ones, so that a run has the bits of
+Adam and SGD are torch's fused kernels, so that a run has the bits of
 `torch.optim.AdamW(fused=True)` on that device; Lion and Adagrad are the operations of a loop over
-one tensor. Work goes to the current stream and nothing waits. Sums of squares of a flat buffer
-follow [Note: The norm] within a segment; segments are added pairwise and not in order, which avoids
-a wait for the device. Those of gradients that lie apart are torch's, in one pass over them: in
-fp64, over fixed chunks, the same in every run on one device.
+one tensor. Work is launched on the current stream without waits. Sums of squares of a flat buffer
+follow [Note: The norm] within a segment; segments are added pairwise instead of in order, which
+avoids a wait for the device. Sums of separate gradients are torch's, in one pass over them: in
+fp64, over fixed chunks, equal in every run on one device.
 
-Adam over narrow state is one kernel for all adjacent parameters of a bucket, which torch compiles
-when it first runs; a small one before it computes the key of each block's random bits. Operations
-of torch that decode and encode would move 500 to 1,000 bytes per parameter; the compiled kernel
-moves the bytes of the state. The arithmetic is that of the codecs, the random bits are those of the
-host, and results agree with the host's to the rounding of fp32: a compiler may contract a product
-and a sum.
+Adam over narrow state is a single kernel for all adjacent parameters of a bucket, which torch
+compiles at its first run; a small kernel before it computes the key of each block's random bits.
+torch operations that decode and encode would move 500 to 1,000 bytes per parameter; the compiled
+kernel moves only the bytes of the state. The arithmetic is that of the codecs, the random bits are
+those of the host, and results agree with the host's to the rounding of fp32: a compiler may
+contract a product and a sum.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _sgd(s: SgdScalars | MomentumScalars, g: Tensor, master: Tensor) -> None:
 
 
 def _momentum(s: MomentumScalars, g: Tensor, master: Tensor, buffer: Tensor) -> None:
-    if not s.momentum:  # turned off in a group: CUDA's kernel refuses a buffer then
+    if not s.momentum:  # turned off in a group: CUDA's kernel rejects a buffer then
         _sgd(s, g, master)
         return
     torch._fused_sgd_(
@@ -143,7 +143,7 @@ def blend(
     """See `kernels.blend`; fp32 state."""
     _, average = state
     for offset, numel, _, _ in layout.rows():
-        # In ascending order, as `target` may lie in the front of the gradient's memory.
+        # In ascending order, as `target` may be at the front of the gradient's memory.
         for lo, hi in _pieces(numel):
             piece = slice(offset + lo, offset + hi)
             g = grad[piece].float() * scalars.grad_scale
@@ -162,7 +162,7 @@ def subtract(
     """See `kernels.subtract`; fp32 state."""
     master, _ = state
     end = update.numel()
-    # Backwards, as larger elements of `working` may begin where `update` does.
+    # In descending order, as larger elements of `working` may start at the address of `update`.
     for (offset, numel, _, _), rate in reversed([*zip(layout.rows(), rates, strict=True)]):
         if working is not None:
             working[offset + numel : end].zero_()
@@ -195,13 +195,13 @@ def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> 
     """See `kernels.sum_squares_each`."""
     norms = torch._foreach_norm([flat for _, flat in tensors], 2, dtype=torch.float64)
     torch._foreach_mul_(norms, norms)
-    # Views and no index: a tensor of ids would be copied to the device, which stops the launching
-    # thread until compute is done, for every new set of parameters with a gradient.
+    # Views, not an index: a tensor of ids would be copied to the device, for every new set of
+    # parameters with a gradient, and the launching thread would wait until compute is done.
     torch._foreach_copy_([squares[id] for id, _ in tensors], norms)
 
 
 def _sum(values: Tensor) -> Tensor:
-    """() fp64."""
+    """Return the sum of squares, () fp64."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for lo, hi in _pieces(values.numel()):
         tree = values[lo:hi].double().square()
@@ -221,14 +221,14 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 # Narrow state.
 
 _NARROW_PIECE = 1 << 28
-"""Elements of one launch at most. What is computed for each of its blocks takes 32 MiB."""
+"""Maximum number of elements per launch. Its values per block take 32 MiB."""
 
 _TRIAL = 1 << 22
-"""Elements of the zeros that are compiled with: more bytes than a GPU caches."""
+"""Number of zeros that the kernel is compiled with: more bytes than a GPU caches."""
 
 
 def compiles(scalars: Scalars) -> bool:
-    """Tell whether there is a kernel for the rule; says once if Triton, which makes it, is
+    """Return True if there is a kernel for the rule; warns once if Triton, which compiles it, is
     missing."""
     return isinstance(scalars, AdamScalars) and _has_compiler()
 
@@ -246,7 +246,7 @@ def _has_compiler() -> bool:
 
 
 def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScalars) -> None:
-    """See `kernels.update`; split16 or int8 state of whole blocks, in place."""
+    """See `kernels.update`; split16 or int8 state of complete blocks, in place."""
     fields = state.format.fields(scalars.moments)
     update_blocks = _compiled(state.format, state[0].dtype, grad.dtype, grad.device)
     coefficients = torch.tensor(scalars.coefficients(), dtype=torch.float32, device="cpu")
@@ -259,7 +259,7 @@ def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScala
             (start - lo, end - lo, halves(first - start + lo)[0], *halves(scalars.key(id, first)))
             for start, end, id, first in run
         ]
-        # With an empty row, as torch compiles for one row apart from more.
+        # With an additional empty row, as torch would compile separately for a single row.
         table = torch.tensor([*rows, (0,) * 5], dtype=torch.int32, device="cpu").T.contiguous()
         part, keys = cut(fields, state, lo, hi), _copied(table, grad.device)
         blocks = (hi - lo) // BLOCK
@@ -269,7 +269,7 @@ def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScala
 
 
 def _runs(layout: Layout) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Yield what one launch updates: rows of start, end, parameter and the first element's number,
+    """Yield the rows of one launch: start, end, parameter and index of the first element,
     with less than a block between them."""
     run: list[tuple[int, int, int, int]] = []
     for offset, numel, parameter, first in layout.rows():
@@ -293,11 +293,11 @@ def _copied(values: Tensor, device: torch.device) -> Tensor:
 def _compiled(
     format: StateFormat, weights: torch.dtype, grads: torch.dtype, device: torch.device
 ) -> Callable[..., list[Tensor]]:
-    """Compile on first use, with zeros: the compiler times variants of a kernel on copies of what
-    it writes.
+    """Compile on first use, with zeros: the compiler times variants of a kernel on copies of its
+    outputs.
 
-    torch counts the variants of a code object and refuses a ninth. Parameters of a single block
-    need another variant, so each format and dtype has a code object.
+    torch counts the variants of a code object and rejects a ninth. Parameters of a single block
+    need another variant, so each format and dtype has a separate code object.
     """
     _log.info(
         "Compiling the update of %s state on the device, for weights in %s and gradients in %s: "
@@ -319,28 +319,28 @@ def _compiled(
 def narrow_adam(
     name: str, fields: tuple[Tensor, ...], grad: Tensor, c: Tensor, rows: Tensor, blocks: int
 ) -> list[Tensor]:
-    """One step over adjacent parameters, in place but for the scales.
+    """Run one step over adjacent parameters, in place except for the scales.
 
-    A kernel that reads a block's scale for each of its elements and writes it once is more than the
-    compiler dares: it would write moments in fp32 and read them again.
+    The compiler does not fuse a kernel that reads a block's scale for each of its elements and
+    writes it once: it would write moments in fp32 and read them again.
 
     Args:
-        name: of the format.
-        fields: of whole blocks.
-        grad: (blocks * BLOCK,) of the working dtype, or fp32.
+        name: name of the format.
+        fields: fields of complete blocks.
+        grad: (blocks * BLOCK,) in the working dtype, or fp32.
         c: (10,) fp32, `AdamScalars.coefficients`.
-        rows: (5, n) int32, of each parameter: its first element and that after its last; what to
-            add to an element's position for its number; both halves of the key of its random bits.
+        rows: (5, n) int32, for each parameter: its first element, the element after its last, the
+            difference between an element's index and position, both halves of its random key.
 
     Returns:
-        The new scales, (blocks,) fp32 of each moment that has some.
+        The new scales, (blocks,) fp32 for each moment that has scales.
     """
     scale, decay, l2, weight, towards_grad, beta2, weight_sq, size, correction, eps = c.unbind()
     begin, end, *of_rows = rows.unbind()
     starts = BLOCK * torch.arange(blocks, dtype=torch.int32, device=grad.device).unsqueeze(1)
     is_row = (begin <= starts) & (starts < end)
-    # Sums, of which all but one summand are 0, and not an index: the compiler computes them once
-    # per block and not per element, and checks no bounds.
+    # Sums in which all summands but one are 0, instead of an index: the compiler computes them
+    # once per block, not per element, and checks no bounds.
     end, shift, low, high = [
         torch.where(is_row, x, 0).sum(1, dtype=torch.int32).repeat_interleave(BLOCK)
         for x in (end, *of_rows)
@@ -354,7 +354,7 @@ def narrow_adam(
     exp_avg = (g - exp_avg) * weight + torch.where(towards_grad == 0, exp_avg, g)
     exp_avg_sq = exp_avg_sq * beta2 + g * weight_sq * g
     master = master * decay + (exp_avg * size) / (exp_avg_sq.sqrt() / correction + eps)
-    # The end of a parameter's last block does not count for the block's scale, and stays.
+    # The end of a parameter's last block does not affect the block's scale, and stays unchanged.
     moments = [torch.where(inside, moment, 0.0) for moment in (exp_avg, exp_avg_sq)]
     new = tuple([torch.empty_like(field) for field in fields])
     codec.store(new, (master, *moments), lambda: hashed(position + shift, low, high))

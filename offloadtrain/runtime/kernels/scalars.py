@@ -1,4 +1,4 @@
-"""The hyperparameters of each rule with kernels of its own, and the values that every backend
+"""The hyperparameters of each rule that has kernels, and the values that every backend
 derives from them: fp32 coefficients, and the key of the random bits."""
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Scalars(ABC):
     """One step of a rule, with its hyperparameters in double.
 
     Attributes:
-        rule: its number in native/kernels.h.
-        moments: the state that it keeps besides the master weights.
+        rule: number of the rule in native/kernels.h.
+        moments: names of its moments, the state in addition to the master weights.
         step: 1-based.
         grad_scale: multiplied into each gradient first; rounded to fp32.
-        seed: of stochastic rounding, taken modulo 2^64.
+        seed: seed of stochastic rounding, modulo 2^64.
     """
 
     rule: ClassVar[int]
@@ -36,8 +36,8 @@ class Scalars(ABC):
 
     @abstractmethod
     def coefficients(self) -> tuple[float, ...]:
-        """The factors of the loop, computed in double and rounded once to fp32, in the order of the
-        rule's class in native/rules.h; the scale of the gradient is the first."""
+        """Return the factors of the loop, computed in double and rounded once to fp32, in the order
+        of the rule's class in native/rules.h; the first is the scale of the gradient."""
 
     def key(self, parameter: int, element: int) -> int:
         """See `random_key`."""
@@ -46,19 +46,20 @@ class Scalars(ABC):
 
 @lru_cache(maxsize=64)
 def coefficients_of(scalars: Scalars) -> tuple[float, ...]:
-    """Those of every bucket of a step are the same: computing them takes as long as a call."""
+    """Cached, as all buckets of a step share the result: computing it takes as long as a call."""
     return scalars.coefficients()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamScalars(Scalars):
-    """Adam's.
+    """Hyperparameters of Adam.
 
     1 - beta in fp32 would cost a factor of 16 in accuracy. The moment moves from its old value by
-    the weight 1 - beta1 or, where that is 0.5 or more, from the gradient by -beta1, as in torch.
+    the weight 1 - beta1 or, if that is 0.5 or more, from the gradient by -beta1, as in torch.
 
     Attributes:
-        decoupled: decay multiplies the master (AdamW) instead of joining the gradient (Adam).
+        decoupled: decay multiplies the master (AdamW) instead of being added to the gradient
+            (Adam).
     """
 
     beta1: float
@@ -73,8 +74,8 @@ class AdamScalars(Scalars):
         weight, towards_grad = _lerp(1.0 - self.beta1)
         return (
             fp32(self.grad_scale),
-            fp32(1.0 - self.lr * self.weight_decay) if self.decoupled else 1.0,  # of the master
-            0.0 if self.decoupled else fp32(self.weight_decay),  # of the gradient
+            fp32(1.0 - self.lr * self.weight_decay) if self.decoupled else 1.0,  # master factor
+            0.0 if self.decoupled else fp32(self.weight_decay),  # decay in the gradient
             weight,
             float(towards_grad),
             fp32(self.beta2),
@@ -96,7 +97,7 @@ class LionScalars(Scalars):
     def coefficients(self) -> tuple[float, ...]:
         return (
             fp32(self.grad_scale),
-            fp32(1.0 - self.lr * self.weight_decay),  # of the master
+            fp32(1.0 - self.lr * self.weight_decay),  # factor on the master
             fp32(self.beta1),
             fp32(1.0 - self.beta1),
             fp32(self.beta2),
@@ -107,7 +108,7 @@ class LionScalars(Scalars):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SgdScalars(Scalars):
-    """Without momentum."""
+    """Hyperparameters of SGD without momentum."""
 
     rule: ClassVar[int] = 2
     moments: ClassVar[tuple[str, ...]] = ()
@@ -115,14 +116,14 @@ class SgdScalars(Scalars):
     def coefficients(self) -> tuple[float, ...]:
         return (
             fp32(self.grad_scale),
-            fp32(self.weight_decay),  # of the gradient
+            fp32(self.weight_decay),  # decay in the gradient
             -fp32(self.lr),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentumScalars(Scalars):
-    """SGD's with momentum. Where `momentum` is 0, the buffer is the gradient."""
+    """Hyperparameters of SGD with momentum. If `momentum` is 0, the buffer is the gradient."""
 
     momentum: float
     dampening: float
@@ -134,7 +135,7 @@ class MomentumScalars(Scalars):
     def coefficients(self) -> tuple[float, ...]:
         return (
             fp32(self.grad_scale),
-            fp32(self.weight_decay),  # of the gradient
+            fp32(self.weight_decay),  # decay in the gradient
             -fp32(self.lr),
             fp32(self.momentum),
             fp32(1.0 - self.dampening),  # weight of the gradient
@@ -154,7 +155,7 @@ class AdagradScalars(Scalars):
     def coefficients(self) -> tuple[float, ...]:
         return (
             fp32(self.grad_scale),
-            fp32(self.weight_decay),  # of the gradient
+            fp32(self.weight_decay),  # decay in the gradient
             fp32(self.lr / (1.0 + (self.step - 1) * self.lr_decay)),
             fp32(self.eps),
         )
@@ -165,7 +166,7 @@ class BlendScalars:
     """A moving average of gradients, and with nesterov the gradient's lerp towards it, in double.
 
     Attributes:
-        momentum: weight of the past.
+        momentum: weight of the past gradients.
         step, grad_scale, seed: see `Scalars`.
     """
 
@@ -177,7 +178,7 @@ class BlendScalars:
 
     def coefficients(self) -> tuple[float, float, float, bool, bool, bool]:
         """Return the scale of the gradient and the weights of the momentum's and Nesterov's lerp,
-        rounded once to fp32; whether each lerp counts from its other end; and `nesterov`."""
+        rounded once to fp32; whether each lerp starts from its other end; and `nesterov`."""
         weight, towards_grad = _lerp(1.0 - self.momentum)
         ahead, towards_average = _lerp(self.momentum)
         scale = fp32(self.grad_scale)
@@ -185,8 +186,8 @@ class BlendScalars:
 
 
 def _lerp(weight: float) -> tuple[float, bool]:
-    """Return the factor of torch's lerp, and whether it counts from the end instead of the start,
-    as it does from 0.5 on."""
+    """Return the factor of torch's lerp, and whether it starts from the end, which is the case for
+    weights of 0.5 or more."""
     rounded = fp32(weight)
     towards_end = not rounded < 0.5
     return fp32(rounded - 1.0) if towards_end else rounded, towards_end
@@ -195,7 +196,7 @@ def _lerp(weight: float) -> tuple[float, bool]:
 def random_key(seed: int, step: int, parameter: int, element: int) -> int:
     """Return the 64-bit key of the random bits around an element of a parameter.
 
-    It depends on seed, step, parameter and the element's number above its low 32 bits.
+    It depends on seed, step, parameter and the upper 32 bits of the element's index.
     """
     of_step = _mix(_mix(seed & _MASK) + step)
     return _mix(_mix(of_step + parameter) + (element >> 32))

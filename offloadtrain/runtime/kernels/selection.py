@@ -1,12 +1,12 @@
-"""The choice of kernels (native by instruction set, or Numba), of their threads, and of when they
-run: at once, or captured for a native queue.
+"""The choice of kernels (native by instruction set, or Numba), of their threads, and of the time
+when they run: at once, or captured for a native queue.
 
 [Note: Without the interpreter]
-A thread that runs Python between two kernels waits for the GIL each time, after a training thread
-that launches a forward. The measured loss is a tenth of the time of Adam over a bucket of 7M
+A thread that runs Python between two kernels waits for the GIL each time, while a training thread
+launches a forward. The measured loss is a tenth of the time of Adam over a bucket of 7M
 parameters. An operation that only calls kernels is therefore marked (`KernelCalls`) and *captured*
 at launch: the kernels check their operands, and the native module records the calls. A native queue
-makes them later. Other backends have no queue; there such an operation is an ordinary function.
+executes them later. Other backends have no queue; there such an operation is an ordinary function.
 
 The native extension is called with raw addresses: ten times cheaper than DLPack tensors.
 """
@@ -104,7 +104,8 @@ class Native:
         self._module.sum_squares_each(where, _CODES[tensors[0][1].dtype], squares.data_ptr())
 
     def capture(self, calls: Callable[[], object]) -> Any:
-        """Return the native calls of `calls`, captured on this thread instead of executed."""
+        """Return the native calls that `calls` makes, captured on this thread instead of
+        executed."""
         captured = self._module.Calls()
         captured.begin()
         try:
@@ -175,7 +176,8 @@ class Native:
 
 
 def _addresses(state: State) -> tuple[int, ...]:
-    """In the order of the native structs, which have two moments: 0 for one that a rule lacks."""
+    """Return addresses in the order of the native structs, which have two moments: 0 if there is
+    none."""
     addresses = [tensor.data_ptr() for tensor in state]
     if isinstance(state, Int8State) and len(addresses) < 6:
         addresses[len(addresses) // 2 + 1 : len(addresses) // 2 + 1] = [0] * (
@@ -250,7 +252,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "native": _native,
     "numba": lambda: importlib.import_module("offloadtrain.runtime.kernels.numba_backend"),
 }
-"""Backend → what loads its kernels, the preferred first. Tests add a reference."""
+"""Backend → function that loads its kernels, preferred first. Tests add a reference."""
 
 
 def _missing(name: str) -> str | None:
@@ -314,7 +316,7 @@ def backend() -> Backend:
 
 
 def available() -> list[Backend]:
-    """Return every backend and instruction set that runs here, the preferred first."""
+    """Return every backend and instruction set that runs here, preferred first."""
     isas = [("native", isa) for isa in _native().isas] if _missing("native") is None else []
     fallback = [("numba", "-")] if _missing("numba") is None else []
     return [Backend(name, isa, 0, "available") for name, isa in isas + fallback]
@@ -322,7 +324,8 @@ def available() -> list[Backend]:
 
 @contextmanager
 def use(chosen: Backend) -> Iterator[None]:
-    """Force a backend of `available()` for a while; `threads` > 0 forces their number too."""
+    """Force a backend of `available()` within the context; `threads` > 0 also forces their
+    number."""
     before, threads = backend(), _selection.asked_threads
     _selection.asked_threads = chosen.threads or threads
     _selection.choose(chosen.name, chosen.isa, "forced by use()")
@@ -351,23 +354,25 @@ def place(plan: CpuPlan) -> None:
 
 
 class KernelCalls:
-    """An operation that only calls kernels, and reads no value that they write."""
+    """An operation that only calls kernels, and reads none of the values that they write."""
 
     __slots__ = ("_call", "_captured", "_keeps")
 
     def __init__(self, call: Callable[..., object], *, keeps: bool = False) -> None:
-        """`keeps`: it is launched again and again over a few sets of operands, and never stands for
-        other calls: they are captured once, and the operands stay alive as long as it does."""
+        """`keeps`: the object is launched repeatedly over a few sets of operands and always makes
+        the same calls: they are captured once, and the operands stay alive as long as the
+        object."""
         self._call = call
         self._keeps = keeps
         self._captured: dict[tuple[int, ...], tuple[Native, Sequence[Tensor], Any]] = {}
-        """Ids of operands → the kernels, the operands, which keep the ids theirs, and the calls."""
+        """Ids of operands → the kernels, the operands (alive, so that ids stay valid), and the
+        calls."""
 
     def __call__(self, *operands: Tensor) -> None:
         self._call(*operands)
 
     def captured(self, kernels: Native, operands: Sequence[Tensor]) -> Any:
-        """Return its calls over these operands."""
+        """Return the captured calls over these operands."""
         if not self._keeps:
             return kernels.capture(lambda: self._call(*operands))
         key = tuple(map(id, operands))
@@ -394,19 +399,19 @@ def native_lane() -> Native | None:
 
 
 _ELEMENTS_PER_THREAD = 1 << 15
-"""torch divides a loop over fewer elements among fewer threads."""
+"""torch uses one thread per so many elements of a loop."""
 
 
 def start_threads() -> None:
     """Start the threads of torch's loops and of the kernels, unless they run already.
 
     Raises:
-        HostMemoryError: one of them is refused.
+        HostMemoryError: a thread cannot be started.
     """
     count = max(torch.get_num_threads(), backend().threads)
     started_pool("trial", count).shutdown()  # OpenMP would end the process without a reason
     ones = torch.ones(count * _ELEMENTS_PER_THREAD, dtype=torch.float32, device="cpu")
     try:
         active_backend().cast(ones, torch.empty_like(ones, dtype=torch.bfloat16))
-    except RuntimeError as error:  # of a thread of the native kernels
+    except RuntimeError as error:  # raised by a thread of the native kernels
         raise HostMemoryError(refusal(error)) from error

@@ -4,10 +4,10 @@
 `fp32`, 12 bytes per parameter of Adam: master weights and both moments.
 `split16`, 6 + 2 bytes: the fp32 master's bits in two halves. The upper half, rounded, is the bf16
 working weight and is uploaded from there; the lower half is the signed remainder, so that the
-master is exact. Moments are bf16, rounded stochastically. fp16 weights cannot do this: the
+master is exact. Moments are bf16, rounded stochastically. This is impossible for fp16 weights: the
 remainder of a weight below 2^-14 does not fit in 16 bits.
 `int8`, 3 + 2 bytes and 8 per block of 128: the working weight (bf16 or fp16) and an 8-bit
-correction in units of 1/256 of its last place, rounded stochastically; moments of 8 bits relative
+correction in units of 1/256 of its last place, rounded stochastically; 8-bit moments relative
 to the largest of their block.
 """
 
@@ -29,22 +29,22 @@ from offloadtrain.step.layout.formats import (
 )
 
 BLOCK = SCALE_BLOCK
-"""Elements that share one scale per 8-bit moment, counted from a parameter's start."""
+"""Number of elements that share a scale per 8-bit moment, counted from a parameter's start."""
 
 _PIECE = 1 << 20
-"""Elements that plain torch widens at once."""
+"""Number of elements that plain torch widens per call."""
 
 
 class State(tuple[Tensor, ...]):
-    """The fields of one bucket's state, in the order of its format: those of the master weight,
-    then of each moment its values, then of each its scales. A rule may have no, one or two moments.
+    """The fields of a bucket's state, in the order of its format: fields of the master weight, then
+    values of each moment, then scales of each moment. A rule may have zero, one or two moments.
     """
 
     __slots__ = ()
     format: ClassVar[StateFormat]
 
     def names(self, moments: Sequence[str] = ADAM_MOMENTS) -> list[str]:
-        """The fields' names, for a rule with these moments."""
+        """Return the fields' names, for a rule with these moments."""
         return [field.name for field in self.format.fields(moments)]
 
     @property
@@ -99,19 +99,19 @@ class Int8State(State):
 
     @property
     def codes(self) -> tuple[Tensor, ...]:
-        """(n,) uint8 of each moment."""
+        """Codes of each moment, (n,) uint8."""
         return self[2 : 1 + len(self) // 2]
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """(ceil(n / 128),) fp32 of each moment."""
+        """Scales of each moment, (ceil(n / 128),) fp32."""
         return self[1 + len(self) // 2 :]
 
 
 STATES: dict[str, type[State]] = {
     state.format.name: state for state in (Fp32State, Split16State, Int8State)
 }
-"""The formats with kernels of their own."""
+"""The formats that have kernels."""
 
 
 class Layout:
@@ -119,7 +119,7 @@ class Layout:
 
     Attributes:
         table: (parameters, 4) int64 rows of offset, numel, id, first, in the order of the offsets.
-        extent: elements up to the end of the last parameter.
+        extent: number of elements up to the end of the last parameter.
         last_id: the largest id; -1 if there is no parameter.
     """
 
@@ -160,11 +160,11 @@ class Layout:
 
     @classmethod
     def of_one(cls, numel: int, id: int = 0) -> Layout:
-        """Return the layout of a bucket that is one parameter."""
+        """Return the layout of a bucket with a single parameter."""
         return cls([0], [numel], [id])
 
     def rows(self) -> list[tuple[int, int, int, int]]:
-        """(offset, numel, id, first) of each parameter."""
+        """Return (offset, numel, id, first) of each parameter."""
         return [(offset, numel, id, first) for offset, numel, id, first in self.table.tolist()]
 
 
@@ -174,7 +174,8 @@ def blocks(numel: int) -> int:
 
 
 def pieces(numel: int, first: int = 0, size: int = _PIECE) -> Iterator[tuple[int, int]]:
-    """Cut where the element's number, counted from `first`, is a multiple of the piece's size."""
+    """Yield ranges, cut where the element's index, counted from `first`, is a multiple of
+    `size`."""
     lo = 0
     while lo < numel:
         hi = min(lo + size - (first + lo) % size, numel)

@@ -1,7 +1,7 @@
 """The lanes of a step (`step.program.operations.Lane`) and the order between them.
 
-One interface, `base.py`: streams and native threads on CUDA, threads or none on the CPU. No lane
-knows what it runs. Start at `base.Lanes`, then `cuda.py`.
+One interface, `base.py`: streams and native threads on CUDA, threads or no threads on the CPU.
+Lanes are independent of the operations that they run. Start at `base.Lanes`, then `cuda.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,8 @@ _chosen: ContextVar[Lanes | Callable[[], Lanes] | None] = ContextVar("lanes", de
 
 
 def lanes_for(device: torch.device, *, among_ranks: bool = False) -> Lanes:
-    """Make the lanes of a device: streams on CUDA, in order on the CPU; or those of `on_lanes`."""
+    """Make the lanes of a device: streams on CUDA, sequential on the CPU; or those of
+    `on_lanes`."""
     if (chosen := _chosen.get()) is not None:
         return chosen if isinstance(chosen, Lanes) else chosen()
     if device.type != "cuda":
@@ -63,8 +64,8 @@ def lanes_for(device: torch.device, *, among_ranks: bool = False) -> Lanes:
 
 @contextmanager
 def on_lanes(lanes: Lanes | Callable[[], Lanes]) -> Iterator[None]:
-    """Models offloaded inside run on these lanes, or each on new ones that a function makes: for
-    tests and measurements."""
+    """Models offloaded in this context run on these lanes, or each on new lanes that a function
+    makes: for tests and measurements."""
     token = _chosen.set(lanes)
     try:
         yield

@@ -1,12 +1,12 @@
 """Lanes: the queues of a step that run concurrently, and the one interface to all of them.
 
 [Note: Lanes]
-A *lane* runs its operations in the order of launch. Lanes run concurrently; only `record` on one
-and `wait` on the other order two of them. Launching never blocks on the work itself. Every
+A *lane* runs its operations in the order of launch. Lanes run concurrently; two lanes are ordered
+only by `record` on one and `wait` on the other. Launching never blocks on the work itself. Every
 operation declares the ranges that it reads and writes, and receives exactly the views of these
-ranges, so that an undeclared access cannot be written. Other code (the user's forward, autograd's
-backward) cannot be wrapped so: it runs inside a *span*, an interval of the compute lane with
-declared ranges, opened and closed by hooks.
+ranges, so that it cannot access undeclared memory. Other code (the user's forward, autograd's
+backward) cannot be wrapped in this way: it runs inside a *span*, an interval of the compute lane
+with declared ranges, opened and closed by hooks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offloadtrain.runtime.lanes.timeline import Interval, Timeline, with_bytes
 from offloadtrain.step.program.operations import Kind, Lane
 
 _STRIDED_KEPT = 256
-"""Views of a buffer that are kept."""
+"""Maximum number of cached views of a buffer."""
 
 
 class LaneError(OffloadTrainError):
@@ -54,11 +54,12 @@ class Buffer:
     def strided(
         self, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
     ) -> Tensor:
-        """View elements from `offset` on. Views are cached: backward asks for the same ones in
+        """View elements starting at `offset`. Views are cached: backward requests the same views in
         every step."""
         view = self._strided.get((shape, stride, offset))
         if view is None:
-            # A user may save other parts of a weight each time, embeddings of every length.
+            # A user may save different parts of a weight each time, such as embeddings of every
+            # length.
             if len(self._strided) >= _STRIDED_KEPT:
                 self._strided.clear()
             start = self.flat.storage_offset() + offset
@@ -82,7 +83,7 @@ class Range:
     lo: int
     hi: int
 
-    # Both are kept: ranges live as long as their buffers, and every step launches over them.
+    # Both are cached: ranges live as long as their buffers, and every step launches over them.
     @cached_property
     def view(self) -> Tensor:
         return self.buffer.flat[self.lo : self.hi]
@@ -93,16 +94,16 @@ class Range:
 
 
 class LaneEvent:
-    """A point on one lane that other lanes can wait for; made by `Lanes.record` only."""
+    """A point on a lane that other lanes can wait for; only `Lanes.record` makes it."""
 
     __slots__ = ()
 
     @classmethod
     def own(cls, event: LaneEvent) -> Self:
-        """Return the event, which lanes of this backend have recorded.
+        """Return the event if lanes of this backend have recorded it.
 
         Raises:
-            TypeError: other lanes have.
+            TypeError: other lanes have recorded it.
         """
         if not isinstance(event, cls):
             raise TypeError(f"{event!r} was not recorded by these lanes")
@@ -114,12 +115,12 @@ class LaneTotals:
     """Totals of the lanes since they were made; the step report takes differences.
 
     Attributes:
-        busy_ms: by lane, time in operations; for compute, in spans. On CUDA only those known to
-            have ended: the last operations of a step count in the next one.
+        busy_ms: lane → time in operations; for compute, in spans. On CUDA only those known to
+            have ended: the last operations of a step count in the next step.
         exposed_ms: time that compute waited for the other lanes.
         comm_bytes: bytes that this rank has sent in collectives over gradients and weights.
-        disk_read_bytes, disk_written_bytes: of state, gradients and weights that are there; a
-            checkpoint reads the state once, and what it writes does not count.
+        disk_read_bytes, disk_written_bytes: bytes of state, gradients and weights on the disk; a
+            checkpoint reads the state once, and the bytes that it writes do not count.
     """
 
     busy_ms: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
@@ -147,11 +148,11 @@ class LaneTotals:
 
 @dataclass(frozen=True, slots=True)
 class HostProgress:
-    """Operations of the host lane since it was made; they run in the order of launch.
+    """Number of operations of the host lane since it was made; they run in the order of launch.
 
     Attributes:
-        launched: put into its queue.
-        begun, ended: while the lane is at rest they differ if an operation failed in its midst.
+        launched: operations put into its queue.
+        begun, ended: if they differ while the lane is idle, an operation has failed.
     """
 
     launched: int = 0
@@ -173,27 +174,27 @@ class Span:
 _NBYTES = attrgetter("nbytes")
 
 Operation = Callable[..., object]
-"""Takes the views of `reads`, then the views of `writes`; a range that is updated is a write."""
+"""Called with the views of `reads`, then the views of `writes`; an updated range is a write."""
 
 
 class Lanes(ABC):
-    """One backend: CUDA streams and a host thread, or everything in order on the CPU."""
+    """A backend: CUDA streams and a host thread, or everything in order on the CPU."""
 
     def __init__(self) -> None:
         self.totals = LaneTotals()
         self._sizes: dict[tuple[str, str], deque[int]] | None = None
-        """In a sampled step, the bytes of each copy and collective, by lane and name."""
+        """In a sampled step: (lane, name) → bytes of each copy and collective."""
         self._timeline: Timeline | None = None
-        """The last one, while it is not read."""
+        """The last timeline, until it is read."""
         self._samples = False
-        """Compute's intervals are recorded."""
+        """True while compute's intervals are recorded."""
         self._is_reading = False
-        """This thread waits for a timeline: that is no wait of compute."""
+        """True while this thread waits for a timeline: such a wait is not exposed time."""
         self._last: dict[Lane, str] = {}
         self.loads_cross_bus = True
-        """Streamed weights come from the host; false where they come from shards on the device."""
+        """Streamed weights come from the host; False if they come from shards on the device."""
         self.copies_block = False
-        """The host's memory is not page-locked: a copy returns when it is done."""
+        """The host memory is not page-locked: a copy returns when it is complete."""
 
     @abstractmethod
     def launch(
@@ -212,15 +213,15 @@ class Lanes(ABC):
 
     @abstractmethod
     def record(self, lane: Lane) -> LaneEvent:
-        """Return the event that happens when everything launched on `lane` so far is done."""
+        """Return an event that occurs when everything launched on `lane` so far is complete."""
 
     @abstractmethod
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         """Start later launches on `lane` after `event`; `str(why)` is the reason."""
 
     def follow_caller(self) -> None:  # noqa: B027
-        """Order later launches on the lane of writes after the device's operations
-        that the caller's code has launched. On a CPU these are done already."""
+        """Order later launches on the lane of writes after device operations that the caller's
+        code has launched. On a CPU these are complete already."""
 
     @abstractmethod
     def host_wait(self, event: LaneEvent, why: object) -> None:
@@ -228,7 +229,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until every lane is empty; raises LaneError if an operation failed on any."""
+        """Block until every lane is idle; raises LaneError if an operation failed on any lane."""
 
     @abstractmethod
     def close(self) -> None:
@@ -236,24 +237,24 @@ class Lanes(ABC):
 
     @abstractmethod
     def host_progress(self) -> HostProgress:
-        """Tell how far the host lane has come; never waits."""
+        """Return the progress of the host lane; never waits."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """After a failure of the device: launched operations that have not begun never run. Returns
-        when the host lane is at rest, and does not touch the device."""
+        """After a failure of the device: drop launched operations that have not begun. Returns
+        when the host lane is idle, and does not use the device."""
 
     def start_timeline(self) -> None:
-        """Record an `Interval` for each operation until `end_timeline`. What already runs on other
-        lanes than compute is recorded, too."""
+        """Record an `Interval` for each operation until `end_timeline`. Operations that already run
+        on lanes other than compute are recorded, too."""
         if self._timeline is not None:
             _ = self._timeline.intervals
         self._sizes = {}
         self._begin_sampling()
 
     def end_timeline(self) -> Timeline:
-        """End the sampling. Nothing waits: operations that were launched by now still belong to the
-        timeline, compute's later ones and its later waits do not."""
+        """End the sampling, without waits: operations that were launched before belong to the
+        timeline, compute's later operations and waits do not."""
         # Later launches are not recorded.
         for lane in Lane:
             self._run_in_order(lane, partial(self._end_sampling, lane))
@@ -262,7 +263,7 @@ class Lanes(ABC):
 
         def read() -> list[Interval]:
             self._is_reading = True
-            # Intervals are known when they have ended.
+            # Intervals are known only after their end.
             for event in ends:
                 self.host_wait(event, "the timeline")
             self._is_reading = False
@@ -274,15 +275,15 @@ class Lanes(ABC):
 
     @abstractmethod
     def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
-        """Run a task of the launching code in the order of a lane, on its stream; it is not
+        """Run a task of the launching code in the order of a lane, on its stream; the task is not
         counted."""
 
     def _begin_sampling(self) -> None:
-        """Begin to record intervals."""
+        """Start to record intervals."""
         self._samples = True
 
     def _end_sampling(self, lane: Lane) -> None:
-        """Record no more intervals of a lane; runs in the order of the lane."""
+        """Stop recording intervals of a lane; runs in the order of the lane."""
         self._samples = self._samples and lane is not Lane.COMPUTE
 
     def _sampled(self) -> list[Interval]:
@@ -298,26 +299,28 @@ class Lanes(ABC):
         span.closed = True
 
     def read_totals(self) -> LaneTotals:
-        """Return a copy of the totals known so far; never waits."""
+        """Return a copy of the present totals; never waits."""
         return self.totals.copy()
 
     def undefine(self, range_: Range, lane: Lane) -> None:  # noqa: B027
         """The contents of a reused range are undefined until `lane` writes it. Lanes that check a
-        run may record that, or fill the range."""
+        run may record this, or fill the range."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory of the compute device that other lanes will write.
 
-        This is an operation on the compute lane: only what waits for an event recorded after it is
-        ordered after earlier uses of this memory, and after the fill of torch's deterministic mode.
+        This is an operation on the compute lane: only lanes that wait for an event recorded after
+        it are ordered after earlier uses of this memory, and after the fill of torch's
+        deterministic mode.
 
         Returns:
-            (numel,), of undefined contents.
+            (numel,), uninitialised.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
     def state(self) -> str:
-        """Say of each lane what was launched last and how much of it waits; from any thread."""
+        """Describe each lane: its last launch, and the length of its queue; callable on any
+        thread."""
         pending = self._pending()
         return "; ".join(
             f"{lane.value}: {name} launched last, {pending.get(lane, 0)} in the queue"
@@ -325,13 +328,13 @@ class Lanes(ABC):
         )
 
     def _pending(self) -> dict[Lane, int]:
-        """Return the number of tasks in the queue of each lane that has one."""
+        """Return the number of tasks in the queue of each lane that has a queue."""
         return {}
 
     def _count(self, lane: Lane, name: str, writes: Sequence[Range]) -> None:
         """Count a launched operation."""
         self._last[lane] = name
-        # The norms are 8 bytes per tensor: what counts is moved per parameter.
+        # Norms are 8 bytes per tensor: only bytes per parameter count.
         if lane in (Lane.COMPUTE, Lane.HOST, Lane.UPDATE) or name == Kind.NORMS_DOWN:
             return
         nbytes = sum(map(_NBYTES, writes))
@@ -349,7 +352,7 @@ class Lanes(ABC):
 
 
 class ClockedLanes(Lanes):
-    """Lanes of which the launching thread runs some, compute among them, by its clock."""
+    """Lanes some of which, including compute, run on the launching thread, timed by its clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +360,7 @@ class ClockedLanes(Lanes):
         self._origin_ms = 0.0
         self._open_spans = 0
         self._computes_since = (0.0, 0.0)
-        """The beginning of the outermost open span, and the exposed time up to then."""
+        """Start of the outermost open span, and the exposed time up to then."""
 
     def _begin_sampling(self) -> None:
         super()._begin_sampling()
@@ -389,21 +392,21 @@ class ClockedLanes(Lanes):
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
         """Record the end of an operation."""
         end_ms = now_ms()
-        # Compute's operations inside a span are in the span's time.
+        # Compute's operations inside a span are part of the span's time.
         if lane is not Lane.COMPUTE or self._open_spans == 0:
             self.totals.busy_ms[lane] += end_ms - start_ms
         if self._samples:
             self._note(lane, name, start_ms, end_ms)
 
     def _expose(self, lane: Lane, start_ms: float) -> None:
-        """Count the time since `start_ms`, in which compute waited for `lane`."""
+        """Count the time since `start_ms` as exposed: compute waited for `lane`."""
         end_ms = now_ms()
         self.totals.exposed_ms += end_ms - start_ms
         if self._samples:
             self._note(WAIT, lane.value, start_ms, end_ms)
 
     def _note(self, row: str, name: str, start_ms: float, end_ms: float) -> None:
-        """Record an interval of a sampled step; `row`: the lane, or that of the waits."""
+        """Record an interval of a sampled step; `row`: the lane, or `WAIT`."""
         start, duration = start_ms - self._origin_ms, end_ms - start_ms
         self._intervals.append(Interval(row, name, start, duration))
 
@@ -425,14 +428,14 @@ def now_ms() -> float:
 
 def copy(source: Tensor, target: Tensor) -> None:
     """Copy (n,) to (n,) of the same dtype: the operation of the transfer lanes. Asynchronous on
-    CUDA where the host side is pinned.
+    CUDA if the host side is pinned.
 
     Raises:
         ValueError: the dtypes differ. Such a copy would make a temporary that no launch declares.
     """
     if source.dtype != target.dtype:
         raise ValueError(f"a transfer keeps the dtype: {source.dtype} to {target.dtype}")
-    # Returns before the copy is done: an event after it tells when either side may be reused.
+    # Returns before the copy is complete: after an event recorded later, both sides may be reused.
     with torch.no_grad():
         target.copy_(source, non_blocking=True)
 
@@ -447,12 +450,12 @@ _DONE = _Done()
 
 
 class SequentialLanes(ClockedLanes):
-    """Runs operations when they are launched. All but compute is exposed: compute waits for it."""
+    """Runs operations at launch. All time outside of compute is exposed: compute waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._begun = self._ended = 0
-        """Operations of the host lane."""
+        """Number of operations of the host lane."""
 
     def launch(
         self,
@@ -471,7 +474,7 @@ class SequentialLanes(ClockedLanes):
         if lane is not Lane.COMPUTE:
             self._expose(lane, start_ms)
 
-    # No event and no wait does anything: launch order is execution order, on one thread.
+    # Events and waits are no-ops: launch order is execution order, on a single thread.
     def record(self, lane: Lane) -> LaneEvent:
         return _DONE
 
@@ -480,20 +483,20 @@ class SequentialLanes(ClockedLanes):
             _Done.own(event)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        # The training thread runs all lanes: it waits as they do.
+        # The training thread runs all lanes: its waits are those of a lane.
         self.wait(Lane.HOST, event, why)
 
     def synchronize(self) -> None:
-        """Does nothing: nothing is ever pending."""
+        """No-op: nothing is ever pending."""
 
     def host_progress(self) -> HostProgress:
         return HostProgress(self._begun, self._begun, self._ended)
 
     def abandon(self) -> None:
-        """Does nothing: nothing is ever pending."""
+        """No-op: nothing is ever pending."""
 
     def close(self) -> None:
-        """Does nothing: nothing is ever pending."""
+        """No-op: nothing is ever pending."""
 
     def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
         task()

@@ -1,7 +1,7 @@
-"""Lanes that work on the CPU: queues, each run by a thread of its own.
+"""Lanes that work on the CPU: queues, each run by a separate thread.
 
-The host lane's queue is native if the kernels are native, else a Python thread as those of the
-other lanes. Both run operations in order, set and wait for flags, and count the time of
+The host lane's queue is native if the kernels are native, otherwise a Python thread like those of
+the other lanes. Both run operations in order, set and wait for flags, and measure the time of
 computation. See [Note: Without the interpreter] in `runtime/kernels/selection.py`.
 """
 
@@ -41,19 +41,20 @@ class Failure:
         self._watched: list[tuple[Callable[[], str], Callable[[], None]]] = []
 
     def watch(self, error: Callable[[], str], stop: Callable[[], None]) -> None:
-        """Watch a native queue. `error`: returns its error, "" for none; `stop`: stops it."""
+        """Watch a native queue. `error`: returns its error, or ""; `stop`: stops it."""
         self._watched.append((error, stop))
 
     def fail(self, error: BaseException) -> None:
         """Stop all workers; the launching thread will raise the error."""
-        # Set without a lock: workers only ask whether there is one, and any first error will do.
+        # Set without a lock: workers only check whether there is an error, and any first error will
+        # do.
         self.error = self.error or error
         for _, stop in self._watched:
             stop()
 
     def check(self) -> None:
         """Raises LaneError if a worker has failed."""
-        # A native queue cannot stop the others itself: the launching thread does so here.
+        # A native queue cannot stop the other queues: the launching thread does so here.
         for error, _ in self._watched:
             if (message := error()) and self.error is None:
                 self.fail(RuntimeError(message))
@@ -63,33 +64,33 @@ class Failure:
 
 class Worker:
     """Runs tasks in order. After a failure of any worker it runs only the tasks that set events, so
-    that no thread waits for ever."""
+    that no thread waits forever."""
 
     def __init__(
         self, name: str, failure: Failure, begin: Callable[[], None] | None = None
     ) -> None:
-        """`begin`: run first on the thread."""
+        """`begin`: runs first on the thread."""
         self._failure = failure
         self._begin = begin
         self._num_queued = self._num_done = 0
-        """Tasks; each number is written by one thread."""
+        """Numbers of tasks; each is written by only one thread."""
         self._tasks: queue.SimpleQueue[tuple[_Task, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"offloadtrain-{name}", daemon=True)
         self._thread.start()
 
     def put(self, task: _Task, *, always: bool = False) -> None:
-        """Queue a task; `always`: run it after a failure, too (it sets an event)."""
+        """Queue a task; `always`: run it even after a failure (it sets an event)."""
         # The queue owns the task, and with it the tensors that it uses, until it has run.
         self._num_queued += 1
         self._tasks.put((task, always))
 
     def pending(self) -> int:
-        """Return the number of queued tasks, with the one that runs."""
+        """Return the number of queued tasks, including the running one."""
         return self._num_queued - self._num_done
 
     def end(self) -> None:
         """Run the queued tasks, then stop the thread."""
-        # Last in the queue: the thread ends when all that it was given has run.
+        # Last in the queue: the thread ends after all earlier tasks.
         self._tasks.put(None)
         # The garbage collector may call this on the worker's own thread, which cannot join itself.
         if threading.current_thread() is not self._thread:
@@ -106,7 +107,7 @@ class Worker:
 
     def run(self, task: _Task) -> None:
         """Run a task now, on the calling thread."""
-        # The next call of the launching thread raises it.
+        # The next call of the launching thread raises the error.
         try:
             task()
         except BaseException as error:
@@ -114,7 +115,7 @@ class Worker:
 
 
 class Flag(Protocol):
-    """A flag that is set once; `threading.Event` is one, and so is the native queue's."""
+    """A flag that is set once: `threading.Event`, or the native queue's."""
 
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
@@ -172,10 +173,10 @@ class PythonQueue(_Counted):
     def compute(
         self, name: str, fn: Operation, operands: Sequence[Tensor], *, least_s: float = 0.0
     ) -> None:
-        """Queue a call of `fn` with the operands; counted. It takes at least `least_s`: for
+        """Queue a call of `fn` with the operands; counted. It takes at least `least_s` seconds, for
         measurements."""
         self._launched += 1
-        # From here on the queue owns the operands; this thread goes on to launch.
+        # From here on the queue owns the operands; this thread continues to launch.
         self._worker.put(partial(self.run_counted, name, partial(fn, *operands), least_s))
 
     def run(self, task: Callable[[], object]) -> None:
@@ -183,17 +184,17 @@ class PythonQueue(_Counted):
         self._worker.put(task)
 
     def set(self, flag: Flag) -> None:
-        """Queue the setting of a flag, which happens also after a failure."""
+        """Queue the setting of a flag, which also happens after a failure."""
         # Another thread may be waiting for the flag.
         self._worker.put(flag.set, always=True)
 
-    # A task of the queue: the lane is held back, the launching thread goes on.
+    # A task of the queue: it delays the lane; the launching thread continues.
     def wait(self, flag: Flag) -> None:
         self._worker.put(flag.wait)
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
-        """Queue a wait for a CUDA event. `block` waits from Python; `handle` holds the event's
-        address once `issued` is set, for a wait without the interpreter's lock."""
+        """Queue a wait for a CUDA event. `block` waits from Python; `handle` has the event's
+        address once `issued` is set, for a wait without the GIL."""
         self._worker.put(block)
 
     def end(self) -> None:
@@ -203,9 +204,9 @@ class PythonQueue(_Counted):
 
 class NativeQueue:
     """A native queue with the same methods. Operations that only call kernels are captured when
-    they are launched and run without the interpreter's lock; others take it.
+    they are launched and run without the GIL; others take it.
 
-    The queue borrows the objects of a task: `_in_use` owns them until the task is done.
+    The queue borrows the objects of a task: `_in_use` owns them until the task has run.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class NativeQueue:
         self._launched = 0
         self._in_use: deque[tuple[int, object]] = deque()
         self._launching = threading.Lock()
-        # The native queue stops with the other workers, and they with it.
+        # The native queue stops with the other workers, and vice versa.
         failure.watch(self._queue.error, self._queue.fail)
         if begin is not None:
             self.run(begin)
@@ -242,20 +243,21 @@ class NativeQueue:
             task = partial(fn, *operands)
             self.run(partial(self._counted.run_counted, name, task, least_s))
         else:
-            # The calls hold addresses only: the operands keep their memory alive.
+            # The calls contain only addresses: the operands keep their memory alive.
             objects = (calls, fn, operands)
             self._push(lambda: self._queue.call(calls, name, least_s), objects)
 
     def set(self, flag: Flag) -> None:
         self._push(lambda: self._queue.set(flag), flag)
 
-    # A task of the queue: the lane is held back, the launching thread goes on.
+    # A task of the queue: it delays the lane; the launching thread continues.
     def wait(self, flag: Flag) -> None:
         self._push(lambda: self._queue.wait(flag), flag)
 
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
         address, synchronize = addressof(handle), self._synchronize_event
-        # `block` refers to the event: destroyed early, its handle would dangle in the native wait.
+        # `block` refers to the event: if it were destroyed early, its handle would dangle in the
+        # native wait.
         objects = (issued, handle, block)
         self._push(lambda: self._queue.wait_event(issued, address, synchronize), objects)
 
@@ -282,12 +284,12 @@ class NativeQueue:
         self._queue.end()
 
     def __del__(self) -> None:
-        # Joins without the interpreter's lock. The native destructor would hold it, and a task of
-        # the thread that needs it would never end.
+        # Joins without the GIL. The native destructor would hold it, and a task of the thread that
+        # needs it would never end.
         self._queue.end()
 
     def run(self, task: Callable[[], object]) -> None:
-        # Not `self`: its own `_in_use` would keep the lane alive.
+        # Not `self`: `_in_use` would keep the lane alive.
         failure = self._failure
 
         def guarded() -> None:
@@ -299,10 +301,10 @@ class NativeQueue:
         self._push(lambda: self._queue.run(guarded, False), guarded)
 
     def _push(self, push: Callable[[], int], objects: object) -> None:
-        # The training thread and autograd's both launch: numbers must ascend in `_in_use`.
+        # The training thread and autograd's thread both launch: numbers must ascend in `_in_use`.
         with self._launching:
             self._in_use.append((push(), objects))
-            # Tasks up to this number are done: nothing native uses their objects any more.
+            # Tasks up to this number have run: native code does not use their objects any more.
             done = self._queue.done()
             while self._in_use and self._in_use[0][0] <= done:
                 self._in_use.popleft()
@@ -314,10 +316,10 @@ LaneQueue = PythonQueue | NativeQueue
 def make_host_queue(
     failure: Failure, begin: Callable[[], None] | None = None, synchronize_event: int = 0
 ) -> LaneQueue:
-    """Make the queue of the host lane that fits the active kernels.
+    """Make the queue of the host lane for the active kernels.
 
     Args:
-        begin: run first on its thread.
+        begin: runs first on its thread.
         synchronize_event: address of the CUDA driver's cuEventSynchronize.
     """
     native = kernels.native_lane()
@@ -335,9 +337,9 @@ class QueuedLanes(Lanes):
         super().__init__()
         self._failure = Failure()
         self._queues: dict[Lane, LaneQueue] = {}
-        """Lanes that work on the CPU."""
+        """Queues of the lanes that work on the CPU."""
         self._workers: dict[Lane, Worker] = {}
-        """Lanes whose thread launches onto a stream."""
+        """Threads of the lanes that launch onto a stream."""
         self._closed = False
 
     def host_progress(self) -> HostProgress:
@@ -346,8 +348,8 @@ class QueuedLanes(Lanes):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            # Joins the threads: each runs its queue to the end. Waits point back in the order of
-            # launch, so no order of these joins can hang.
+            # Joins the threads: each runs its queue to the end. Waits only refer to earlier
+            # launches, so no order of these joins can deadlock.
             threads: list[LaneQueue | Worker] = [*self._queues.values(), *self._workers.values()]
             for thread in threads:
                 thread.end()
@@ -368,7 +370,7 @@ class QueuedLanes(Lanes):
             self._queues[lane].keep_intervals(False)
 
     def _of_queues(self, origin_ms: float) -> list[Interval]:
-        """Return the intervals of the queues, by a clock that was at `origin_ms` when it began."""
+        """Return the intervals of the queues, relative to `origin_ms`."""
         return [i for q in self._queues.values() for i in q.take_intervals(origin_ms)]
 
     def _pending(self) -> dict[Lane, int]:

@@ -1,13 +1,14 @@
-"""Events of lanes on a device, and the time that its streams work and wait, known once they have.
+"""Events of lanes on a device, and busy and waiting time of its streams, known once they have
+happened.
 
 Nothing here blocks: times are read from events that have happened.
 
 [Note: Timing events]
-Two events around each operation are three quarters of the events of a step, and the thread that
-launches pays for them. So an operation of a stream is timed the first few times that its name
-occurs, of which the very first does not count, and again in sampled steps. Otherwise it counts as
-long as its name took on average when it was timed last. Waits of compute are timed always: they
-differ from step to step, and they are what the report is read for.
+Two events around each operation would be three quarters of the events of a step, at the cost of the
+launching thread. So an operation of a stream is timed the first few times that its name
+occurs, of which the very first does not count, and again in sampled steps. Otherwise it counts with
+the average duration of its name when it was timed last. Waits of compute are always timed: they
+differ from step to step, and are the purpose of the report.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.step.program.operations import Lane
 
 _KEPT = 32
-"""Intervals and waits of compute to keep before those that have ended are counted and dropped."""
+"""Maximum number of pending intervals and waits of compute before the ended ones are counted."""
 _CLOCK_READS = 5
-"""Readings of both clocks at the start of a timeline; the most certain one holds."""
+"""Number of readings of both clocks at the start of a timeline; the most precise is used."""
 _LEARNT_RUNS = 4
-"""Runs of a name that are timed before the first sampled step."""
+"""Number of timed runs per name before the first sampled step."""
 
 
 class StreamEvent(LaneEvent):
-    """`cuda` is None for lanes without a stream; `issued` is set once there is something to wait
+    """`cuda` is None for lanes without a stream; `issued` is set once the event can be waited
     for."""
 
     __slots__ = ("cuda", "handle", "issued", "lane")
@@ -44,11 +45,11 @@ class StreamEvent(LaneEvent):
         self.cuda = cuda
         self.issued = issued
         self.handle = ctypes.c_uint64()
-        """Return the event's address once it is issued, for threads without Python."""
+        """The event's address once it is issued, for threads without Python."""
 
     def issue(self, stream: torch.cuda.Stream) -> None:
         assert self.cuda is not None
-        # After all that the stream was given: what waits for the event waits for that.
+        # After everything launched on the stream: a wait for the event waits for all of it.
         self.cuda.record(stream)
         # Before `issued` is set, whose lock makes it visible to the native host thread.
         self.handle.value = self.cuda.cuda_event
@@ -56,7 +57,7 @@ class StreamEvent(LaneEvent):
     def has_happened(self) -> bool:
         if self.cuda is None or not self.issued.is_set():
             return self.issued.is_set()
-        # 0: its lane has failed before. An event that was never recorded would say it is done.
+        # 0: its lane has failed before. An event that was never recorded would report completion.
         return self.handle.value != 0 and bool(self.cuda.query())
 
 
@@ -94,20 +95,20 @@ class _Mean:
 
 
 class UsualTimes:
-    """Means by lane and name, of the newest sample that has the name."""
+    """Mean time per lane and name, in the newest sample that contains the name."""
 
     def __init__(self) -> None:
         self._sample = 0
         self._means: dict[tuple[Lane, str], _Mean] = {}
 
     def begin_sample(self) -> None:
-        """Times from here on replace earlier ones."""
+        """Times from here on replace earlier times."""
         self._sample += 1
 
     def timed(self, lane: Lane, name: str, ms: float) -> None:
-        """Note a run."""
+        """Record the time of a run."""
         mean = self._means.get((lane, name))
-        # The first run of all loads kernels and touches memory.
+        # The very first run loads kernels and touches memory.
         if mean is None:
             self._means[lane, name] = _Mean(self._sample)
             return
@@ -117,7 +118,7 @@ class UsualTimes:
         mean.total_ms += ms
 
     def of(self, lane: Lane, name: str) -> float | None:
-        """Return the usual milliseconds; None where runs should be timed. From any thread."""
+        """Return the usual milliseconds; None if runs should be timed. Callable on any thread."""
         mean = self._means.get((lane, name))
         if mean is None or mean.runs < (1 if mean.sample else _LEARNT_RUNS):
             return None
@@ -127,15 +128,15 @@ class UsualTimes:
 class StreamTimes:
     """Busy and exposed time of streams, and the timeline of a sampled step.
 
-    The training thread and the device's autograd thread call it, and threads of lanes append. Which
-    operations have events: [Note: Timing events].
+    The training thread and the device's autograd thread call it, and threads of lanes append. For
+    the choice of timed operations see [Note: Timing events].
     """
 
     def __init__(self) -> None:
         self._running: dict[Lane, deque[StreamInterval]] = {lane: deque() for lane in Lane}
         """Operations of each lane that are not known to have ended, in order."""
         self._usual = UsualTimes()
-        # Written by the lane's own thread, and read by `settle`, which knows what it has counted:
+        # Written by the lane's thread and read by `settle`, which stores how much it has counted:
         # no lock is needed.
         self._assumed_ms = dict.fromkeys(Lane, 0.0)
         self._counted_ms = dict.fromkeys(Lane, 0.0)
@@ -144,20 +145,20 @@ class StreamTimes:
         self._waits_in_span: list[StreamInterval] = []
         self._open_spans = 0
         self._computes = ""
-        """The name of the outermost open span, which was opened first."""
+        """Name of the outermost open span."""
         self._computes_since: torch.cuda.Event | None = None
-        """Where it was opened, if it is timed."""
+        """Start event of that span, if it is timed."""
         self._intervals: list[StreamInterval] = []
         self._samples = dict.fromkeys(Lane, False)
-        """Lane → True while its intervals are recorded. Each lane ends it on its own thread."""
+        """Lane → True while its intervals are recorded. Each lane ends this on its own thread."""
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def should_time(self, lane: Lane, name: str) -> bool:
-        """Tell whether an operation that is about to run should be timed: then the caller calls
+        """Return True if an operation that is about to run should be timed: the caller then calls
         `ran` after it. Otherwise its usual time is counted."""
         if self._samples[lane]:
             return True
-        # Compute's operations inside a span are in the span's time.
+        # Compute's operations inside a span are part of the span's time.
         if lane is Lane.COMPUTE and self._open_spans:
             return False
         return self._assume(lane, name)
@@ -172,14 +173,14 @@ class StreamTimes:
         return False
 
     def ran(self, lane: Lane, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Note an operation on a stream."""
+        """Record an operation on a stream."""
         interval = StreamInterval(lane, name, start, end)
         if lane is not Lane.COMPUTE or self._open_spans == 0:
             self._running[lane].append(interval)
         self._sample(lane, interval)
 
     def waited(self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Note a stall of compute, which waited for `lane`."""
+        """Record a stall of compute, which waited for `lane`."""
         wait = StreamInterval(WAIT, lane.value, start, end)
         self._waits.append(wait)
         if self._open_spans:
@@ -189,7 +190,8 @@ class StreamTimes:
     def open(
         self, name: str, event: Callable[[], torch.cuda.Event], totals: LaneTotals
     ) -> torch.cuda.Event | None:
-        """Note that a span opens; `event` records one now, which is returned if it is needed."""
+        """Record that a span opens; `event` records an event now, which is returned if it is
+        needed."""
         # An evaluation has no step() that counts them: events would pile up.
         if len(self._running[Lane.COMPUTE]) + len(self._waits) >= _KEPT:
             self.settle(totals)
@@ -204,7 +206,7 @@ class StreamTimes:
     def close(
         self, name: str, start: torch.cuda.Event | None, event: Callable[[], torch.cuda.Event]
     ) -> None:
-        """Note that a span closes; `start`: what `open` returned."""
+        """Record that a span closes; `start`: return value of `open`."""
         self._open_spans -= 1
         since, last = self._computes_since, self._open_spans == 0
         samples = start is not None and self._samples[Lane.COMPUTE]
@@ -235,7 +237,7 @@ class StreamTimes:
             totals.exposed_ms += self._waits.popleft().elapsed_ms()
 
     def begin_sampling(self, stream: torch.cuda.Stream) -> None:
-        """Record intervals from now on. `stream` is empty: an event happens when it is recorded."""
+        """Record intervals from now on. `stream` is idle: an event happens when it is recorded."""
         tries = [_read_clocks(stream) for _ in range(_CLOCK_READS)]
         _, now, event = min(tries, key=lambda reading: reading[0])
         self._intervals, self._origin = [], (now, event)
@@ -243,7 +245,7 @@ class StreamTimes:
         self._usual.begin_sample()
 
     def end_sampling(self, lane: Lane) -> None:
-        """Record no more intervals of a lane."""
+        """Stop recording intervals of a lane."""
         self._samples[lane] = False
 
     def sampled(self) -> tuple[float, list[Interval]]:
@@ -262,10 +264,10 @@ class StreamTimes:
 
 
 def _read_clocks(stream: torch.cuda.Stream) -> tuple[float, float, torch.cuda.Event]:
-    """Return (uncertainty in ms, host clock in ms, event of that moment). Another process that
-    takes the core in between makes the uncertainty large."""
+    """Return (uncertainty in ms, host clock in ms, event at that time). The uncertainty is large if
+    another process takes the core in between."""
     event, before_ms = torch.cuda.Event(enable_timing=True), now_ms()
-    # The event happens between the two readings of the host's clock: blocking is the point.
+    # The event happens between the two readings of the host clock, so the wait is intended.
     event.record(stream)
     event.synchronize()
     after_ms = now_ms()

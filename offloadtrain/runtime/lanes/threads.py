@@ -1,4 +1,4 @@
-"""A CPU thread for each lane but compute: concurrency without a GPU."""
+"""A CPU thread for each lane except compute: concurrency without a GPU."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class _Flag(LaneEvent):
 
 
 class ThreadLanes(QueuedLanes, ClockedLanes):
-    """Compute is the calling thread; the other lanes run concurrently."""
+    """Compute runs on the calling thread; the other lanes run concurrently."""
 
     def __init__(self, *, pace: Callable[[str], float] | None = None) -> None:
         """`pace`: name of an operation → its least duration in milliseconds."""
         super().__init__()
         self._pace = pace
-        # A native queue where the kernels are native: no thread of Python runs between two kernels.
+        # A native queue if the kernels are native: no Python runs between two kernels.
         self._host = make_host_queue(self._failure)
         self._queues = {
             lane: self._host if lane is Lane.HOST else PythonQueue(self._failure, None, lane)
@@ -64,8 +64,8 @@ class ThreadLanes(QueuedLanes, ClockedLanes):
 
     def record(self, lane: Lane) -> LaneEvent:
         event = _Flag(lane, self._host.make_flag())
-        # Compute has run all that it was given: it is this thread. Other lanes set the flag when
-        # they reach it in their queue, also after a failure: a thread may wait for it.
+        # Compute is this thread, so all of its operations have run. Other lanes set the flag when
+        # they reach it in their queue, even after a failure: a thread may wait for it.
         if lane is Lane.COMPUTE:
             event.happened.set()
         else:
@@ -74,31 +74,31 @@ class ThreadLanes(QueuedLanes, ClockedLanes):
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         flag = _Flag.own(event)
-        # A wait of compute blocks this thread. Another lane's wait is a task in its queue: it holds
-        # back later tasks, while this thread goes on launching.
+        # A wait of compute blocks this thread. Another lane's wait is a task in its queue: it
+        # delays later tasks, while this thread continues to launch.
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
         else:
             self._queues[lane].wait(flag.happened)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        # What this thread waits for the lane has not hidden: it is counted as exposed.
+        # A wait of this thread was not overlapped: it counts as exposed time.
         flag, start_ms = _Flag.own(event), now_ms()
         if not flag.happened.is_set():
             flag.happened.wait()
             if not self._is_reading:
                 self._expose(flag.lane, start_ms)
-        # A lane that failed has set the flag without doing the work.
+        # A failed lane has set the flag without doing the work.
         self._failure.check()
 
     def synchronize(self) -> None:
-        # Nothing is launched meanwhile: a lane that has reached its flag is empty.
+        # Nothing is launched meanwhile: a lane that has reached its flag is idle.
         for lane in Lane:
             self.host_wait(self.record(lane), "synchronize")
 
     def abandon(self) -> None:
         self._failure.fail(LaneError("the lanes were abandoned"))
-        # Flags are set after a failure too: a lane that has set its own runs nothing any more.
+        # Flags are set after a failure too: a lane that has set its flag runs nothing any more.
         flags = [_Flag.own(self.record(lane)) for lane in Lane]
         for flag in flags:
             flag.happened.wait()
@@ -107,7 +107,7 @@ class ThreadLanes(QueuedLanes, ClockedLanes):
         if lane is Lane.COMPUTE:
             task()
         else:
-            # In the queue: after what was launched, in front of what will be.
+            # In the queue: after earlier launches, before later launches.
             self._queues[lane].run(task)
 
     def _sampled(self) -> list[Interval]:

@@ -1,4 +1,4 @@
-"""What the lanes did in a sampled step."""
+"""The activity of the lanes in a sampled step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One interval of work on a lane; times are relative to the start of the sampled step.
+    """An interval of work on a lane; times are relative to the start of the sampled step.
 
     Attributes:
-        num_bytes: bytes that a copy or a collective wrote, 0 for other work. A collective's
-            "algorithm bandwidth" in NCCL's tests is this over its time.
+        num_bytes: bytes that a copy or a collective wrote, 0 for other work. For a collective,
+            this over its time is the "algorithm bandwidth" of NCCL's tests.
     """
 
     lane: str
@@ -27,13 +27,13 @@ class Timeline:
     """The intervals of a sampled step, some of which may still run."""
 
     def __init__(self, read: Callable[[], Sequence[Interval]]) -> None:
-        """`read` returns the intervals when all of them have ended; it is called at most once."""
+        """`read`: returns the intervals after all of them have ended; called at most once."""
         self._read: Callable[[], Sequence[Interval]] | None = read
         self._intervals: tuple[Interval, ...] = ()
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
-        """All intervals by start; waits for those that still run."""
+        """All intervals by start; waits for intervals that have not ended."""
         if self._read is not None:
             read, self._read = self._read, None
             self._intervals = tuple(read())
@@ -43,9 +43,9 @@ class Timeline:
 def with_bytes(
     intervals: Iterable[Interval], sizes: dict[tuple[str, str], deque[int]]
 ) -> list[Interval]:
-    """Sort intervals by start, cut what lies before the sampling, and add their bytes."""
-    # Operations of one lane and name end in the order of their launch. The first ones may have been
-    # launched before the sampling: their bytes are not known.
+    """Sort intervals by start, cut them at the start of the sampling, and add their bytes."""
+    # Operations of one lane and name end in the order of their launch. The first may have been
+    # launched before the sampling: their bytes are unknown.
     ordered = sorted(intervals, key=lambda interval: interval.start_ms)
     earlier = Counter((interval.lane, interval.name) for interval in ordered)
     earlier.subtract({key: len(launched) for key, launched in sizes.items()})

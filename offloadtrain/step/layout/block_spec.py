@@ -1,4 +1,4 @@
-"""What a step's spec lists: blocks, their buckets, the layout of parameters and matrices in them.
+"""The entries of a step's spec: blocks, their buckets, and the layout of parameters and matrices.
 
 Sizes are of one rank.
 """
@@ -14,23 +14,24 @@ from offloadtrain.step.layout.formats import ITEMSIZE, StateFormat
 from offloadtrain.step.layout.tiers import Tier
 
 ALIGN = 128
-"""Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
+"""In elements: at 16 bit every parameter starts on 256 bytes. Misalignment changes a GEMV's
+bits."""
 
 
 def padded(sizes: Sequence[int], ranks: int = 1) -> int:
-    """Return the elements of a bucket of parameters of these sizes, each aligned, and every shard
-    too."""
+    """Return the number of elements of a bucket of parameters of these sizes; each parameter and
+    each shard is aligned."""
     return _up(sum(_up(size, ALIGN) for size in sizes), ALIGN * ranks)
 
 
 def placed(sizes: Sequence[int], ranks: int = 1) -> tuple[list[int], int]:
-    """Lay out parameters of these sizes so that each lies in the shard of one rank.
+    """Lay out parameters of these sizes so that each is in the shard of a single rank.
 
-    The largest parameters come first, each to the rank that has least: shards as even as that makes
-    them. The rest of a shard is padding.
+    The largest parameters are placed first, each on the rank with the fewest elements, which makes
+    shards about even. The rest of a shard is padding.
 
     Returns:
-        The offset of each, and the elements of the bucket.
+        The offset of each parameter, and the number of elements of the bucket.
     """
     filled, where = [0] * ranks, {}
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
@@ -47,7 +48,7 @@ def _up(count: int, multiple: int) -> int:
 
 
 class MatrixSpec(NamedTuple):
-    """A matrix that is updated as a whole.
+    """A matrix that an update needs in full.
 
     Attributes:
         offset: its first element in the bucket.
@@ -63,8 +64,8 @@ class MatrixSpec(NamedTuple):
 
     @property
     def workspace_numel(self) -> int:
-        """Elements that its orthogonalization needs in addition: its Gram matrix, a polynomial of
-        that, and its product with this one."""
+        """Number of elements that its orthogonalization needs in addition: its Gram matrix, a
+        polynomial of the Gram matrix, and the product of the polynomial with this matrix."""
         return self.numel + 2 * min(self.rows, self.columns) ** 2
 
 
@@ -73,19 +74,19 @@ class BucketSpec:
     """Parameters of one block with one working dtype and one set of hyperparameters.
 
     Attributes:
-        numel: elements of the whole, padding included.
-        params: elements without padding.
-        dtype: that of the working weights, by torch's name.
+        numel: number of elements over all shards, including padding.
+        params: number of elements without padding.
+        dtype: torch's name of the working dtype.
         format: the format of the state.
-        ranks: the number of ranks that share it.
-        moments: the state that its update rule keeps besides the master weights.
-        matrices: of a rule that needs them whole; each in the shard of one rank.
-        whole_tensors: of a rule that measures each tensor before it updates it; each in the shard
+        ranks: number of ranks that share the bucket.
+        moments: names of the update rule's moments, the state in addition to the master weights.
+        matrices: matrices, for a rule that needs them in full; each is in the shard of one rank.
+        whole_tensors: the rule measures each tensor before it updates it; each is in the shard
             of one rank.
-        state_tier: where the state lies.
+        state_tier: tier of the state.
         sums_on_device: microbatches are summed on the device if the state is updated on the host.
-        gradient_on_disk: the gradient is in a file, and on the host only while a slot holds it.
-        experts: what a step skips one by one where it is unused; see `skipping.py`. 0: nothing.
+        gradient_on_disk: the gradient is in a file, and on the host only while it has a slot.
+        experts: number of entries that a step skips one by one while unused; see `skipping.py`.
     """
 
     name: str
@@ -104,17 +105,17 @@ class BucketSpec:
 
     @property
     def update_tier(self) -> Tier:
-        """Where the gradient lies and the state is updated."""
+        """Tier of the gradient and of the update."""
         return Tier.HOST if self.is_on_disk else self.state_tier
 
     @property
     def is_on_disk(self) -> bool:
-        """The state is in a file, and on the host only while a slot holds it."""
+        """True if the state is in a file, and on the host only while it has a slot."""
         return self.state_tier is Tier.DISK
 
     @property
     def shard_numel(self) -> int:
-        """Elements of this rank's shard, and of each buffer of its state."""
+        """Number of elements of this rank's shard."""
         return self.numel // self.ranks
 
     @property
@@ -123,7 +124,7 @@ class BucketSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole's working weights."""
+        """Bytes of the working weights of all shards."""
         return self.numel * self.weight_bytes
 
     @property
@@ -133,12 +134,12 @@ class BucketSpec:
 
     @property
     def gathered_bytes(self) -> int:
-        """What a rank sends so that all that share it have the whole's working weights."""
+        """Bytes that a rank sends so that all sharing ranks have the full working weights."""
         return self.shard_bytes * (self.ranks - 1)
 
     @property
     def field_sizes(self) -> list[tuple[int, int]]:
-        """(values, bytes of a value) of each field of this rank's state."""
+        """(number of values, bytes per value) for each field of this rank's state."""
         return [
             (field.numel(self.shard_numel), ITEMSIZE[field.dtype or self.dtype])
             for field in self.format.fields(self.moments)
@@ -156,7 +157,7 @@ class Reading(NamedTuple):
     """A block's place in a forward.
 
     Attributes:
-        again: the block has had its own place; a module that is tied to it reads it once more.
+        again: the block was read before; a module that is tied to it reads it once more.
     """
 
     block: str
@@ -164,21 +165,21 @@ class Reading(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """What the launches of its forward and backward work on."""
+        """Owner name in the launches of its forward and backward."""
         return f"{self.block} (tied)" if self.again else self.block
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Parameters that move together: those that one module's forward uses as one.
+    """Parameters that move together: those that one module's forward uses together.
 
     Attributes:
-        buckets: the trained ones.
-        frozen: the frozen ones, where the block may be streamed.
-        repeated: one of several alike that are used one after the other: it can be streamed.
-        leaf: a module outside of lists that has no children: in ZeRO stage 3 it can be streamed.
-        recomputed: its forward runs again in backward.
-        then: blocks before it that modules after it read once more (tied weights).
+        buckets: trained buckets.
+        frozen: frozen buckets, if the block may be streamed.
+        repeated: one of several equal blocks that are used in sequence: it can be streamed.
+        leaf: a module outside of lists without children: in ZeRO stage 3 it can be streamed.
+        recomputed: its forward is recomputed in backward.
+        then: earlier blocks that later modules read once more (tied weights).
     """
 
     name: str
@@ -191,7 +192,7 @@ class BlockSpec:
 
     @property
     def all_buckets(self) -> tuple[BucketSpec, ...]:
-        """All that a forward of the block reads."""
+        """All buckets that a forward of the block reads."""
         return self.buckets + self.frozen
 
     @cached_property
@@ -201,7 +202,7 @@ class BlockSpec:
 
 
 def readings_of(blocks: Sequence[BlockSpec]) -> tuple[Reading, ...]:
-    """Return what a forward reads, in order."""
+    """Return the blocks that a forward reads, in order."""
     names = {block.name for block in blocks}  # some layers may be left out
     return tuple(
         reading

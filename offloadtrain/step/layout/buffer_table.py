@@ -1,7 +1,7 @@
-"""Makes the buffer table of a step: the one place that says which buffers there are.
+"""Makes the buffer table of a step: the only place that defines its buffers.
 
-Rows are made tier by tier, in the order in which they are allocated. The sums at the end are what
-the Ledger of the engine shows. Buffers of block inputs are not among them: their sizes show in the
+Rows are made tier by tier, in the order of allocation. The sums at the end of this file are those
+that the engine's Ledger shows. They do not include block inputs, whose sizes are known only in the
 first forward.
 """
 
@@ -28,13 +28,13 @@ from offloadtrain.step.layout.tiers import Tier
 Row = tuple[BufferKey, BufferSpec]
 
 OWNERS = {"master": "master weights", "weight": "host weights"}
-"""Field of the state → its owner in the Ledger, where that is not the field's name."""
+"""Field of the state → its owner in the Ledger, if it differs from the field's name."""
 
 
 def buffer_table(spec: StepSpec) -> BufferTable:
     """Make the table of all buffers of a step."""
     rows = {**dict(disk_rows(spec)), **dict(host_rows(spec)), **dict(device_rows(spec))}
-    # Parts of slots come last: they are of buffers above.
+    # Parts of slots come last: they refer to buffers above.
     rows.update(_parts_of_slots(spec))
     buckets = (bucket for block in spec.blocks for bucket in block.all_buckets)
     streamed = [bucket for bucket in buckets if spec.is_streamed(bucket)]
@@ -58,7 +58,7 @@ def host_rows(spec: StepSpec) -> Iterator[Row]:
             yield _shard("frozen weights", bucket, Memory.SNAPSHOT, is_weights=True)
     yield from _disk_slots(spec)
     # Two slots for gradients that are summed and for weights without other staging. With one
-    # microbatch they are needed when a bucket first gets a second gradient in a backward.
+    # microbatch they are needed only when a bucket first gets a second gradient in a backward.
     on_first_use = not (spec.accumulates and spec.has_state_on(Tier.HOST))
     for slot in range(RING_SLOTS):
         name, nbytes = f"host staging[{slot}]", spec.host_staging_bytes
@@ -69,8 +69,8 @@ def host_rows(spec: StepSpec) -> Iterator[Row]:
 
 
 def _state_rows(spec: StepSpec, tier: Tier) -> Iterator[Row]:
-    """Yield sums of squares, then what there is of each bucket whose state is updated on a tier; on
-    the device, sums that are made there and the marks of used experts, too."""
+    """Yield sums of squares, then the buffers of each bucket whose state is updated on a tier; on
+    the device also sums of microbatches and the marks of used experts."""
     norms = BufferSpec("norms", spec.num_tensors, "float64", tier, "norms")
     if spec.measures_on(tier):
         yield BufferKey(tier.value, Memory.NORMS), norms
@@ -93,7 +93,7 @@ def _bucket_rows(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterato
     that loads read, and the spill of saves.
 
     Args:
-        copied: with a second copy of the state.
+        copied: the bucket has a second copy of its state.
     """
     tier, name = bucket.update_tier, bucket.name
     state = [] if bucket.is_on_disk else _fields(bucket, tier)
@@ -156,7 +156,7 @@ def _shard(
 
 
 def second_copy_bytes(spec: StepSpec, bucket: BucketSpec) -> int:
-    """Count the bytes that it adds, with pending weights that exist only because of it."""
+    """Return the bytes of a bucket's second copy, and of pending weights that only it requires."""
     with_copy, without_copy = (
         span_bytes(row for _, row in _bucket_rows(spec, bucket, copied=copied))
         for copied in (True, False)
@@ -164,7 +164,7 @@ def second_copy_bytes(spec: StepSpec, bucket: BucketSpec) -> int:
     return with_copy - without_copy
 
 
-# The disk, and the slots of the host for its buffers.
+# The disk, and the host slots for its buffers.
 
 
 def disk_rows(spec: StepSpec) -> Iterator[Row]:
@@ -182,8 +182,8 @@ def disk_rows(spec: StepSpec) -> Iterator[Row]:
 
 
 def _disk_slots(spec: StepSpec) -> Iterator[Row]:
-    """Yield the host slots of buffers on the disk, each of the size of the largest bucket's: for
-    state, gradients, weights on their way to the device, and new ones on their way back."""
+    """Yield the host slots of buffers on the disk, each as large as the largest bucket's: for
+    state, gradients, weights in transfer to the device, and new weights in transfer to the disk."""
     buckets = [bucket for block in spec.blocks for bucket in block.all_buckets]
     on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]
     with_gradient = [bucket for bucket in spec.buckets if bucket.gradient_on_disk]
@@ -214,7 +214,7 @@ def device_rows(spec: StepSpec) -> Iterator[Row]:
         row = BufferSpec("streaming slots", nbytes, "uint8", Tier.DEVICE, name)
         yield BufferKey(slot, Memory.WORKING), row
     yield from _gradient_staging(spec)
-    # The memory in which one matrix after the other is orthogonalized, if there are any.
+    # Workspace in which matrices are orthogonalized one after the other, if there are any.
     if spec.matrix_bytes:
         yield _staging_slot("matrix workspace", Memory.MATRIX, 0, spec.matrix_bytes)
 
@@ -234,9 +234,9 @@ def _weight_rows(spec: StepSpec) -> Iterator[Row]:
 
 
 def _gradient_staging(spec: StepSpec) -> Iterator[Row]:
-    """Yield staging for gathered gradients, and for the rounded ones where ranks sum in a wider
-    dtype than the one that goes down. In ZeRO stage 1 every piece has staging of its own, which is
-    allocated when the first gradient comes."""
+    """Yield staging for gathered gradients, and for rounded gradients if ranks sum in a wider
+    dtype than they copy to the host. In ZeRO stage 1 every piece has separate staging, which is
+    allocated when the first gradient arrives."""
     if spec.zero_stage == 1:
         for bucket in spec.buckets:
             for lo, hi in spec.pieces(bucket):
@@ -263,7 +263,7 @@ def _staging_slot(owner: str, kind: Memory, slot: int, nbytes: int) -> Row:
 
 
 def _parts_of_slots(spec: StepSpec) -> Iterator[Row]:
-    """Yield what buckets have in a slot while it is theirs: for each slot that they can have."""
+    """Yield the buffers that a bucket has in a slot, for each slot that it can get."""
     for block in spec.blocks:
         offset = 0
         for bucket in block.all_buckets if block.name in spec.streamed else ():
@@ -302,7 +302,7 @@ def pools(spec: StepSpec) -> dict[Memory, PoolSpec]:
     }
 
 
-# What loads read, and where new weights are written to.
+# The sources of loads, and the destinations of new weights.
 
 
 def _sources(spec: StepSpec, bucket: BucketSpec) -> Iterator[BufferKey]:
@@ -317,7 +317,7 @@ def _sources(spec: StepSpec, bucket: BucketSpec) -> Iterator[BufferKey]:
         if not spec.weight_files(bucket):
             yield BufferKey(name, Memory.STATE_FILE)
     elif in_turn:
-        # Of two versions on the host one is in the state, if that holds weights.
+        # One of two versions on the host is in the state, if the state contains weights.
         holds_weight = bucket.format.holds_weight
         first, second = (Memory.STATE, Memory.SNAPSHOT), (Memory.SNAPSHOT, Memory.PENDING)
         yield from (BufferKey(name, kind) for kind in (first if holds_weight else second))
@@ -329,23 +329,23 @@ def _sources(spec: StepSpec, bucket: BucketSpec) -> Iterator[BufferKey]:
 
 
 def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
-    """Return the kind of the memory that new weights of a bucket are written to."""
+    """Return the kind of memory that new weights of a bucket are written to."""
     if spec.has_pending(bucket):
         return Memory.PENDING
     if bucket.format.holds_weight:
         return Memory.STATE
-    # An update on the device after the step's last backward writes the weights where they are
-    # used: nothing needs the old ones.
+    # An update on the device after the step's last backward writes the weights in place: the old
+    # weights are not needed any more.
     if bucket.update_tier is Tier.DEVICE and not spec.updates_early:
         return Memory.DEVICE_SHARD if spec.weight_tier(bucket) is Tier.DEVICE else Memory.WORKING
-    # Adam has read the gradient when it writes the weights over it; no staging is needed.
+    # Adam has read the gradient when it overwrites it by the weights; no staging is needed.
     if not spec.holds_sum(bucket):
         return Memory.GRADIENT
     return Memory.NEW_WEIGHTS if spec.has_new_weight_slot(bucket) else Memory.HOST_STAGING
 
 
 def _weight_route(spec: StepSpec, bucket: BucketSpec) -> WeightRoute:
-    """Return the way of new weights from the memory that an update writes."""
+    """Return the route of new weights from the memory that an update writes."""
     if spec.weight_tier(bucket) is Tier.DISK:
         return WeightRoute.FILE
     if spec.weight_tier(bucket) is Tier.HOST:
@@ -356,11 +356,11 @@ def _weight_route(spec: StepSpec, bucket: BucketSpec) -> WeightRoute:
     return WeightRoute.ON_DEVICE if on_device else WeightRoute.UPLOAD
 
 
-# Sums, as the Ledger shows them.
+# Sums, as shown by the Ledger.
 
 
 def host_owners(spec: StepSpec) -> dict[str, int]:
-    """Owner → bytes of one rank's host memory, "padding" among them."""
+    """Return owner → bytes of one rank's host memory, including "padding"."""
     rows = arena_rows(spec)
     owners = by_owner(rows)
     if rows:
@@ -369,27 +369,27 @@ def host_owners(spec: StepSpec) -> dict[str, int]:
 
 
 def arena_rows(spec: StepSpec) -> list[BufferSpec]:
-    """List the rows that the host arena holds before the first step."""
+    """List the rows that are in the host arena before the first step."""
     return [row for _, row in host_rows(spec) if not_late(row)]
 
 
 def disk_owners(spec: StepSpec) -> dict[str, int]:
-    """Owner → bytes of one rank on the disk, without what fills whole blocks."""
+    """Return owner → bytes of one rank on the disk, without padding to full disk blocks."""
     return by_owner(row for _, row in disk_rows(spec))
 
 
 def device_owners(spec: StepSpec) -> dict[str, int]:
-    """Owner → bytes of one device, from the first step on."""
+    """Return owner → bytes of one device, from the first step on."""
     return by_owner(row for _, row in device_rows(spec))
 
 
 def device_bytes(spec: StepSpec) -> int:
-    """Count the bytes of one device, without activations."""
+    """Return the bytes of one device, without activations."""
     return sum(device_owners(spec).values())
 
 
 def added(owners: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add the bytes of the same owners."""
+    """Add the bytes of equal owners."""
     total: dict[str, int] = {}
     for sizes in owners:
         for owner, nbytes in sizes.items():

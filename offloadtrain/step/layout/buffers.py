@@ -1,8 +1,8 @@
-"""The buffer table: every buffer of a step, by what it holds and for which bucket.
+"""The buffer table: every buffer of a step, by its contents and bucket.
 
-The rows of the table are the only place that says where a bucket's memory is. The engine allocates
-them, its memory map is the table with tensors in it, the plan and the Ledger add them up, and the
-program makes its refs of them. `buffer_table.py` makes them.
+The rows of the table are the only place that defines where a bucket's memory is. The engine
+allocates them, its memory map is the table with tensors, the plan and the Ledger add them up, and
+the program makes its refs of them. `buffer_table.py` makes them.
 """
 
 from __future__ import annotations
@@ -18,64 +18,64 @@ from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.tiers import Tier
 
 ARENA_ALIGN = 512
-"""Bytes: disks read and write memory that starts on a multiple of it without a copy."""
+"""In bytes: disks read and write memory that starts on a multiple of it without a copy."""
 
 STAGGER_BYTES = 4096 + ARENA_ALIGN
-"""The gap between neighbours in the host arena: streams that lie an exact power of two apart fall
-into the same cache sets and make Adam up to three times slower."""
+"""Bytes between neighbours in the host arena: streams at a distance of exactly a power of two map
+to the same cache sets and make Adam up to three times slower."""
 
 
 class Memory(StrEnum):
-    """The contents of a piece of memory."""
+    """The kind of contents of a buffer."""
 
-    __hash__ = str.__hash__  # an Enum's own is a Python function, called at every look-up
+    __hash__ = str.__hash__  # Enum's is a Python function, called at every look-up
 
     WORKING = "working"
-    """Device: the whole of a bucket's weights; of a streamed block, in a slot."""
+    """Device: a bucket's full weights; for a streamed block, in a slot."""
     DEVICE_SHARD = "device shard"
-    """Device: this rank's shard of a bucket whose whole is gathered for its use."""
+    """Device: this rank's shard of a bucket that is gathered for its use."""
     STAGING = "staging"
-    """Device: a slot for gathered gradients; in ZeRO stage 1, memory of each piece's own."""
+    """Device: a slot for gathered gradients; in ZeRO stage 1, separate memory for each piece."""
     ROUNDED = "rounded"
-    """Device: a slot for sums in the dtype that goes down."""
+    """Device: a slot for sums in the dtype that is copied to the host."""
     MATRIX = "matrix"
-    """Device: a matrix that is orthogonalized, and the workspace for it."""
+    """Device: a matrix that is orthogonalized, with its workspace."""
     HOST_STAGING = "host staging"
-    """Host: a slot for gradients that are added, and for weights whose upload waits for nothing
-    else."""
+    """Host: a slot for gradients that are added, and for weights that are uploaded without any
+    further wait."""
     GRADIENT = "gradient"
-    """Where the state is: a bucket's gradient of the step, or the fp32 sum of its microbatches; of
-    matrices, what the device orthogonalizes, in bf16, takes its place."""
+    """Tier of the update: a bucket's gradient of the step, or the fp32 sum of its microbatches; for
+    matrices, the bf16 input of the orthogonalization replaces it."""
     SUM = "gradient sum"
     """Device: the fp32 sum of the microbatches of a bucket whose state is on the host."""
     PENDING = "pending"
-    """Where the state is: new weights until their upload, where they wait longer than the
-    gradient's memory is free."""
+    """Tier of the update: new weights until their upload, if they wait longer than the gradient's
+    memory is free."""
     SNAPSHOT = "snapshot"
-    """Host: the weights of the step in progress, for loads; the weights of a frozen bucket."""
+    """Host: the weights of the present step, for loads; or the weights of a frozen bucket."""
     STATE = "state"
-    """Host or device: the fields of a bucket's state, the master weights first; in a slot of the
-    host where the state is on the disk."""
+    """Host or device: the fields of a bucket's state, master weights first; in a host slot if the
+    state is on the disk."""
     STATE_FILE = "state file"
     """Disk: the fields of a bucket's state."""
     GRADIENT_FILE = "gradient file"
     """Disk: a bucket's gradient of the step, or the sum of its microbatches so far; `GRADIENT` is
-    a slot of the host then."""
+    a host slot then."""
     WEIGHT_FILE = "weight file"
-    """Disk: the weights of a streamed bucket, where they are not in the state's file."""
+    """Disk: the weights of a streamed bucket, if they are not in the state's file."""
     WEIGHT_SLOT = "weight slot"
-    """Host: a slot for weights on their way from the disk to the device."""
+    """Host: a slot for weights in transfer from the disk to the device."""
     NEW_WEIGHTS = "new weight slot"
-    """Host: a slot for new weights on their way to the disk."""
+    """Host: a slot for new weights in transfer to the disk."""
     SPILL = "checkpoint spill"
-    """Host: state that was copied, until it is written into a checkpoint."""
+    """Host: copied state, until it is written into a checkpoint."""
     NORMS = "norms"
-    """Host or device: the sum of squares of every parameter that was measured there; copy 1 of the
-    device's is on the host."""
+    """Host or device: the sum of squares of every parameter that was measured there; version 1 of
+    the device's sums is their copy on the host."""
     USED = "used experts"
-    """Device: a byte for each expert of a bucket: it got a gradient in this step."""
+    """Device: a byte for each expert of a bucket, set if it got a gradient in this step."""
     ACTIVATION = "block input"
-    """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
+    """Device: a block's input; copy 0 as forward made it, copy 1 as it was fetched in backward."""
     HOST_ACTIVATION = "host block input"
     """Host: a buffer for a block's input, or for this rank's part of it."""
     KEPT_ACTIVATION = "kept block input"
@@ -83,35 +83,35 @@ class Memory(StrEnum):
 
 
 class WeightRoute(Enum):
-    """The way of a bucket's new weights from where the update writes them to where compute, or the
-    loads of a streamed bucket, read them."""
+    """The route of a bucket's new weights from the memory that the update writes to the memory that
+    compute, or loads of a streamed bucket, read."""
 
     UPLOAD = auto()
     """Copied from the host to the device."""
     ON_DEVICE = auto()
-    """Within the device: copied, unless the update writes them to their place."""
+    """Within the device: copied, unless the update writes them in place."""
     SNAPSHOT = auto()
     """Copied on the host, to the snapshot that loads read."""
     IN_PLACE = auto()
     """Loads read the memory that the update writes."""
     IN_TURN = auto()
-    """Loads turn to the memory of two that the update writes."""
+    """Of two memories, loads switch to the one that the update writes."""
     FILE = auto()
-    """Written to a file right after the update; loads turn to it."""
+    """Written to a file right after the update; then loads switch to it."""
 
 
 class BufferKey(NamedTuple):
-    """What identifies a buffer.
+    """The key of a buffer.
 
     Attributes:
-        bucket: the name of its bucket; of a slot that buckets share, the number of the slot; of
-            norms, the tier that measures; of a piece of a gradient with staging of its own (ZeRO
-            stage 1), the bucket and the piece's first element; of a buffer for block inputs, its
-            number.
-        version: the number of the copy of the state, of the version of the weights, or of the sum
-            of gradients. For what lies in a slot, the number of the slot. 1 for the host's copy of
+        bucket: name of its bucket; for a slot that buckets share, the index of the slot; for
+            norms, the tier that measures; for a piece of a gradient with separate staging (ZeRO
+            stage 1), the bucket and the piece's first element; for a buffer for block inputs, its
+            index.
+        version: index of the copy of the state, of the version of the weights, or of the sum
+            of gradients. For a buffer in a slot, the index of the slot. 1 for the host's copy of
             the device's norms.
-        field: of the state, the number of the tensor.
+        field: for the state, index of the tensor.
     """
 
     bucket: str | int
@@ -128,10 +128,10 @@ class BufferSpec:
         owner: its name in the Ledger.
         name: its name in traces.
         is_weights: weights of a streamed block, which become the model's memory when the optimizer
-            closes.
+            is closed.
         on_first_use: it is allocated when it is first used.
-        within: for a part of another buffer, which has no memory of its own, the key of that one
-            and the offset in it, in bytes.
+        within: for a part of another buffer, the key of that buffer and the offset in it, in
+            bytes; such a row has no memory itself.
     """
 
     owner: str
@@ -149,16 +149,16 @@ class BufferSpec:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes in the host arena, with the stagger that separates it from its neighbour."""
+        """Bytes in the host arena, including the stagger that separates it from its neighbour."""
         return -(-self.nbytes // ARENA_ALIGN) * ARENA_ALIGN + STAGGER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Buffers of one kind whose number and sizes only a forward shows.
+    """Buffers of one kind whose number and sizes are known only in a forward.
 
     Attributes:
-        limit: bytes that may be allocated on the tier by the time one is added; None: no limit.
+        limit: bytes that may be allocated on the tier, including a new buffer; None: no limit.
     """
 
     owner: str
@@ -180,10 +180,10 @@ class BufferTable:
 
     Attributes:
         rows: in the order of allocation.
-        pools: kind → buffers whose sizes only a forward shows.
+        pools: kind → buffers whose sizes are known only in a forward.
         sources: streamed bucket → the buffers that its loads read, one per version of the weights.
-        staging: trained bucket → the kind of the memory that its new weights are written to.
-        weight_route: trained bucket → the way of its new weights from there.
+        staging: trained bucket → the kind of memory that its new weights are written to.
+        weight_route: trained bucket → the route of its new weights from there.
     """
 
     rows: Rows
@@ -209,18 +209,18 @@ class BufferTable:
         return sum(key.kind is kind and isinstance(key.bucket, int) for key in self.rows)
 
     def place(self, key: BufferKey) -> tuple[BufferKey, int]:
-        """Return the key of the memory that a buffer lies in, and its offset there in bytes."""
+        """Return the key of the memory that contains a buffer, and its offset there in bytes."""
         row = self.rows.get(key)
         return (key, 0) if row is None or row.within is None else row.within
 
 
 def not_late(row: BufferSpec) -> bool:
-    """Tell whether a row is allocated before the first step."""
+    """Return True if a row is allocated before the first step."""
     return row.within is None and not row.on_first_use
 
 
 def by_owner(rows: Iterable[BufferSpec]) -> dict[str, int]:
-    """Owner → bytes, in the order of their first rows."""
+    """Return owner → bytes, in the order of their first rows."""
     owners: dict[str, int] = {}
     for row in rows:
         owners[row.owner] = owners.get(row.owner, 0) + row.nbytes
@@ -228,11 +228,11 @@ def by_owner(rows: Iterable[BufferSpec]) -> dict[str, int]:
 
 
 def span_bytes(rows: Iterable[BufferSpec]) -> int:
-    """Count the bytes that rows take in the host arena."""
+    """Return the bytes of rows in the host arena."""
     return sum(row.span_bytes for row in rows)
 
 
 def largest_owners(rows: Iterable[BufferSpec]) -> str:
-    """Name the four largest owners in one line."""
+    """Return the four largest owners in one line."""
     largest = sorted(by_owner(rows).items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in largest)

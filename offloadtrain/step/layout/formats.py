@@ -1,4 +1,4 @@
-"""State formats: the tensors of each parameter's state, and their dtypes. The one table of them.
+"""State formats: the only table of the tensors of each parameter's state, and their dtypes.
 
 See [Note: State formats] in `kernels.state`.
 """
@@ -20,22 +20,22 @@ ITEMSIZE = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes of an element, by the name that torch gives its dtype."""
+"""Bytes per element, by torch's name of the dtype."""
 
 SCALE_BLOCK = 128
-"""Elements that share one scale."""
+"""Number of elements that share a scale."""
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a parameter's state.
+    """A tensor of a parameter's state.
 
     Attributes:
         name: for a moment's field, the suffix of the moment's name.
-        dtype: by torch's name; None: that of the working weights.
-        per: elements of the parameter that one value stands for: 1; `SCALE_BLOCK` for a scale; 2
+        dtype: torch's name; None: the working dtype.
+        per: number of elements of the parameter per value: 1; `SCALE_BLOCK` for a scale; 2
             for two codes in a byte. A divisor of `SCALE_BLOCK`, on which parameters and shards
             start.
     """
@@ -53,11 +53,11 @@ class Field:
             raise ValueError(f"field '{self.name}': per = {self.per} does not divide {SCALE_BLOCK}")
 
     def numel(self, elements: int) -> int:
-        """Return the number of values for a bucket of so many elements."""
+        """Return the number of values for a bucket with this number of elements."""
         return -(-elements // self.per)
 
     def nbytes(self, elements: int, weight_bytes: int) -> int:
-        """Return the bytes of this field for a bucket of so many elements."""
+        """Return the bytes of this field for a bucket with this number of elements."""
         return self.numel(elements) * (ITEMSIZE[self.dtype] if self.dtype else weight_bytes)
 
 
@@ -65,14 +65,15 @@ class Field:
 class StateFormat:
     """The encoding of master weights and moments.
 
-    Memory of zeros is a state whose moments are zero: that is what a run starts with.
+    Zeroed memory must be a state with moments of zero: a run starts with it.
 
     Attributes:
-        master: the fields that together are the master weight. The first is the fp32 master weight,
-            or, if its dtype is None, the working weight, which is uploaded from where it lies.
+        master: the fields that together encode the master weight. The first is the fp32 master
+        weight,
+            or, if its dtype is None, the working weight, which is uploaded from the state.
         moment: the fields of each moment.
-        precisions: precisions of the working weights it can store; others have fp32 state.
-        moments: the sets of moments it can store; empty: any.
+        precisions: precisions of the working weights that it can store; others have fp32 state.
+        moments: the sets of moments that it can store; empty: any.
     """
 
     name: str
@@ -87,7 +88,7 @@ class StateFormat:
         return self.master[0].dtype is None
 
     def fields(self, moments: Sequence[str]) -> tuple[Field, ...]:
-        """Every tensor kept for an optimizer with these moments, in the kernels' order."""
+        """Return every tensor of the state for these moments, in the kernels' order."""
         return self.master + tuple(
             Field(name + field.name, field.dtype, field.per)
             for field in self.moment
@@ -95,11 +96,11 @@ class StateFormat:
         )
 
     def keeps(self, dtype: str) -> bool:
-        """Tell whether the format can store working weights of this dtype."""
+        """Return True if the format can store working weights of this dtype."""
         return any(PRECISIONS.get(precision) == dtype for precision in self.precisions)
 
     def keeps_moments(self, moments: Sequence[str]) -> bool:
-        """Tell whether the format can store these moments."""
+        """Return True if the format can store these moments."""
         return not self.moments or tuple(moments) in self.moments
 
     def bytes_per_param(self, moments: Sequence[str], weight_bytes: int) -> float:
@@ -138,11 +139,11 @@ FORMATS: dict[str, StateFormat] = {state.name: state for state in (FP32, SPLIT16
 
 
 def register(state: StateFormat) -> None:
-    """Make a format known by its name, to jobs, plans and `offload`. What keeps values in it is
-    added beside it: `kernels.register_state_format`.
+    """Register a format by name, for jobs, plans and `offload`. `kernels.register_state_format`
+    also registers its codec.
 
     Raises:
-        ValueError: there is one of this name, or its fields contradict each other.
+        ValueError: a format of this name exists, or the fields contradict each other.
     """
     if state.name in FORMATS:
         raise ValueError(f"there is a state format '{state.name}': {', '.join(FORMATS)}")
@@ -161,7 +162,7 @@ def register(state: StateFormat) -> None:
 
 
 def typical_moments(state: StateFormat) -> tuple[str, ...]:
-    """The first set of moments that a format can store; Adam's, if it stores any."""
+    """Return the first set of moments that a format can store; Adam's, if it stores any."""
     return state.moments[0] if state.moments else ADAM_MOMENTS
 
 
@@ -171,16 +172,16 @@ def unregister(name: str) -> None:
 
 
 def format_for(name: str, dtype: str) -> StateFormat:
-    """The format of a bucket: weights that it cannot keep, such as those that stay fp32 in a 16-bit
-    model, have fp32 state."""
+    """Return the format of a bucket: weights that `name` cannot store, such as those that stay fp32
+    in a 16-bit model, have fp32 state."""
     return FORMATS[name] if FORMATS[name].keeps(dtype) else FP32
 
 
 def recognise(
     dtypes: Mapping[str, str], moments: Sequence[str], own: StateFormat
 ) -> StateFormat | None:
-    """The format of tensors of these names and dtypes: `own` where they fit it, else the first
-    that they fit. Where only names fit, the first of these: values are widened or narrowed."""
+    """Return the format of tensors with these names and dtypes: `own` if it fits, else the first
+    that fits. If only names fit, the first of these: values are widened or narrowed."""
     named = [
         state
         for state in FORMATS.values()

@@ -1,21 +1,23 @@
-"""Lays a step out: which blocks are streamed, where the state is, what has a second copy.
+"""Lays out a step: decides which blocks are streamed, the tier of state, and second copies.
 
 [Note: Outside of layers]
-In ZeRO stage 3 each rank keeps a shard of every block. A block must be whole while it is used, so
-it saves memory only if it shares its slot with others. Layers do. Embedding and head are used one
-after the other, too, and share one slot beside those of the layers: for two of one size, half of
-their bytes and a shard of each instead of both whole. A block outside of layers stays whole
+In ZeRO stage 3 each rank stores a shard of every block. A block must be complete while it is used,
+so sharding saves memory only if it shares its slot with others. Layers do. Embedding and head are
+also used in sequence, and share a slot in addition to those of the layers: for two of equal size,
+half of their bytes and a shard of each instead of both in full. A block outside of layers stays
+complete
 
-    where no other has its size     a tied embedding, the only large one, would need a slot as large
-                                    as itself, and its shard beside it
-    where it is small               a norm would push the embedding, or the head, out of the slot
-                                    and have to be gathered itself, for a few KiB
-    where slot and shards together  two of one size on two ranks
-    take as much as the whole
-    where other modules may run     its forward would hold the slot while others need it
-    inside of its forward
+  if no other block has its size  a tied embedding, the only large one, would need a slot as large
+                                  as itself, and its shard in addition
+  if it is small                  a norm would evict the embedding, or the head, from the slot
+                                  and have to be gathered itself, for a few KiB
+  if slot and shards together     two of one size on two ranks
+  take as much as full blocks
+  if other modules may run        its forward would occupy the slot while they need it
+  inside of its forward
 
-`keep_whole` names others. So the bytes of the device decide, and never grow.
+`keep_whole` names further blocks. So the decision depends on the bytes on the device, which never
+grow.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from offloadtrain.step.layout.step_spec import StepSpec, UpdatePolicy
 from offloadtrain.step.layout.tiers import Tier
 
 SMALL_SHARE = 1 / 8
-"""Of the largest block outside of layers; smaller ones stay whole."""
+"""Share of the largest block outside of layers; smaller blocks stay complete."""
 
 
 def _outside(spec: StepSpec) -> list[BlockSpec]:
@@ -65,13 +67,13 @@ def _outside(spec: StepSpec) -> list[BlockSpec]:
 
 
 def _bytes_streamed(spec: StepSpec, outside: Sequence[BlockSpec]) -> int:
-    """Count what these blocks take on the device if they share a slot."""
+    """Return the bytes of these blocks on the device if they share a slot."""
     sizes = [block.nbytes for block in outside]
     return max(sizes, default=0) + _shard_bytes(spec, outside)
 
 
 def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
-    """Count the shards of this rank that stay on its device."""
+    """Return the bytes of this rank's shards that stay on its device."""
     if spec.config.weights.offloaded:
         return 0
     shards = (bucket for block in blocks for bucket in block.all_buckets)
@@ -79,7 +81,7 @@ def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
 
 
 def _held_bytes(spec: StepSpec, block: BlockSpec) -> int:
-    """Count what a block takes that stays on the device."""
+    """Return the bytes of a block that stays on the device."""
     return sum(bucket.nbytes * _versions(spec, bucket) for bucket in block.all_buckets)
 
 
@@ -88,8 +90,8 @@ def _versions(spec: StepSpec, bucket: BucketSpec) -> int:
 
 
 def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
-    """Choose the repeated blocks that do not stay on the device. Those that do are spread evenly,
-    so that the load of another can run during the forward of one of them."""
+    """Choose the repeated blocks that are streamed. The resident ones are spread evenly,
+    so that a load can run during the forward of each of them."""
     config = spec.config
     repeated = [block for block in spec.blocks if block.repeated and spec.streams]
     limit, requested = config.memory.device_limit, config.weights.resident_blocks
@@ -103,7 +105,7 @@ def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
     stay = (
         min(requested, len(repeated)) if requested is not None else (0 if limit is None else room)
     )
-    # The i-th of n that stay lies in the middle of the i-th of n equal parts.
+    # The i-th of n resident blocks is in the middle of the i-th of n equal parts.
     staying = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)].name for i in range(stay)}
     return {block.name for block in repeated} - staying
 
@@ -111,12 +113,12 @@ def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
 def _room(
     spec: StepSpec, repeated: Sequence[BlockSpec], outside: Sequence[BlockSpec], limit: int
 ) -> int:
-    """Count the repeated blocks that can stay on the device."""
+    """Return the number of repeated blocks that can stay on the device."""
     config, sizes = spec.config, [_held_bytes(spec, block) for block in repeated]
     always_resident = [
         block for block in spec.blocks if block not in repeated and block not in outside
     ]
-    # Their frozen weights are where the rest of the model's are, which the limit is not for.
+    # Without their frozen weights: these are outside of the limit, like the rest of the model's.
     rest = (
         sum(bucket.nbytes for block in always_resident for bucket in block.buckets)
         * spec.weight_versions
@@ -125,12 +127,12 @@ def _room(
     if spec.streams:
         rest += _shard_bytes(spec, repeated)
     rest += spec.matrix_bytes
-    # Sums of microbatches. Where the state comes to the device, they are in it.
+    # Sums of microbatches. If the state moves to the device, it includes them.
     summed = filter(spec.sums_on_device, spec.buckets)
     rest += sum(ITEMSIZE["float32"] * bucket.shard_numel for bucket in summed)
     if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
         rest += ITEMSIZE["float64"] * spec.num_tensors
-    rest += sum(bucket.experts for bucket in spec.buckets)  # a byte for each: used or not
+    rest += sum(bucket.experts for bucket in spec.buckets)  # a byte per expert: used or not
     least = rest + config.weights.device_slots * max(
         (block.nbytes for block in repeated), default=0
     )
@@ -151,7 +153,7 @@ def _room(
 
 
 HEADROOM = 0.9
-"""The share of the available host memory that second copies may fill; the rest is for others."""
+"""Share of the available host memory that second copies may fill; the rest is a reserve."""
 
 
 def lay_out(
@@ -167,21 +169,21 @@ def lay_out(
     copies: int = 1,
     parts: int = 1,
 ) -> StepSpec:
-    """Decide which blocks are streamed, where the state is, and which blocks have a second copy.
+    """Decide which blocks are streamed, the tier of the state, and which blocks have a second copy.
 
-    Frozen buckets of blocks that stay on the device are left out: they stay where the rest of the
-    model's frozen weights are.
+    Frozen buckets of blocks that stay on the device are left out: they stay with the rest of the
+    model's frozen weights.
 
     Args:
         available_bytes: host memory that state and second copies may fill if the config sets no
             limit; None: no second copies.
         weight_versions, gradient_sums, update_policy, copies: as in `StepSpec`.
-        parts: ranks that hold the other parts of matrices, and have the same inputs.
+        parts: number of ranks that hold the other parts of matrices, and have the same inputs.
 
     Raises:
-        OptionError: the config does not go with so many ranks, asks for more state on the device
-            than can be there, or names no block in `keep_whole`.
-        DeviceMemoryError: a limit of the device holds not even the rest and the slots.
+        OptionError: the config is invalid for this number of ranks, requests more state on the
+            device than possible, or names no block in `keep_whole`.
+        DeviceMemoryError: a limit of the device is below resident buffers and slots.
     """
     config.zero_stage_among(ranks)
     if config.gradients.sums_tier == "auto":
@@ -218,7 +220,7 @@ def lay_out(
 
 
 def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
-    """Give second copies to the last blocks, whose gradients come first, as far as memory goes;
+    """Give second copies to the last blocks, whose gradients arrive first, as far as memory allows;
     see `lay_out`."""
     if spec.config.update != "speculative":
         return spec
@@ -227,7 +229,7 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
     room -= span_bytes(arena_rows(replace(spec, second_copies=frozenset())))
     copied = set()
     for block in reversed(spec.blocks):
-        # Experts are updated in step() only: which of them are used is known then.
+        # Experts are updated only in step(): which of them are used is known then.
         on_host = [b for b in block.buckets if b.state_tier is Tier.HOST and not b.experts]
         room -= sum(second_copy_bytes(spec, bucket) for bucket in on_host)
         if room < 0:
@@ -237,7 +239,7 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
 
 
 def check_host_limit(spec: StepSpec) -> None:
-    """Raises HostMemoryError if the config's limit does not hold one copy of everything."""
+    """Raises HostMemoryError if the config's limit is below a single copy of everything."""
     limit = spec.config.memory.host_limit
     if limit is None:
         return

@@ -1,20 +1,21 @@
-"""Experts that a step skips where they are unused: which parameters they are, and how many.
+"""Experts that a step skips while they are unused: their parameters, and their number.
 
 [Note: Unused experts]
-`skip_unused` names parameters. Each is an expert of its own; or, stacked, it holds one per index of
-its first axis: a tensor of three and more axes, and a matrix beside such a tensor in the same
-module that has as many rows (the biases of stacked experts). They are in buckets of their own. An
-expert is used if a parameter of its own got a gradient, or if its slice of a stacked gradient is
-not all zeros, in any microbatch on any rank. Compute marks the used ones before gradients are
+`skip_unused` names parameters. Each is an expert; or, stacked, it contains one expert per index of
+its first axis: a tensor of three or more axes, and a matrix next to such a tensor in the same
+module with as many rows (the biases of stacked experts). They are in separate buckets. An
+expert is used if its parameter got a gradient, or if its slice of a stacked gradient is
+not all zeros, in any microbatch on any rank. Compute marks the used experts before gradients are
 gathered (`Kind.MARK`), and `step()` reads the marks with the norm. So the operations of a step do
-not depend on its data: the update of a bucket is one launch, which leaves out parts of its memory.
+not depend on its data: the update of a bucket is one launch, which skips parts of its memory.
 
-Those ranks agree that share the experts: tokens of others have come to them. So do those that hold
-parts of the same experts, as a part of a gradient may be zeros where another one is not.
+Ranks that share experts agree on the marks: tokens of other ranks may have reached them. So do
+ranks with parts of the same experts, as a part of a gradient may be zeros while another part is
+not.
 
-Whether an expert is used is known when the last microbatch has come on every rank. These buckets
+Whether an expert is used is known when the last microbatch has run on every rank. These buckets
 are therefore updated in step() in every update mode. A second copy of the state would have to be
-filled for unused experts, too, which is the traffic that is to be saved.
+filled for unused experts, too, which is the traffic that skipping saves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 STACKED_AXES = 3
-"""A tensor of so many axes holds an expert per index of the first."""
+"""A tensor with at least this number of axes contains an expert per index of the first axis."""
 
 
 def skips(name: str, patterns: Sequence[str]) -> bool:
@@ -32,8 +33,8 @@ def skips(name: str, patterns: Sequence[str]) -> bool:
 
 
 def experts_in(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return parameter → the number of experts in it, from the names and sizes of all that are
-    named in a block."""
+    """Return parameter → number of experts in it, from the names and sizes of all parameters that
+    are named in a block."""
     stacked = {_module(n): shape[0] for n, shape in sizes.items() if len(shape) >= STACKED_AXES}
     return {
         name: shape[0]

@@ -1,23 +1,23 @@
-"""Which buckets have gradient and state on the device, or only sums of microbatches, and whose
-state is on the disk.
+"""Decides which buckets have gradient and state on the device, or only sums of microbatches, and
+which have state on the disk.
 
 [Note: State where there is room]
-When the norm is known the device has nothing to do before the first block has its new weights, and
+When the norm is known, the device is idle until the first block has its new weights, and
 the host has all of Adam to do. So the first buckets of the forward stay on the device: they are
 updated there at once, and the next forward runs over them while the host updates the later ones.
 No update is stale. A bucket whose weights are streamed from the host or the disk has no state on
 the device, since loads read what the host's update has written.
 
-Of the buckets that the host updates, those on the disk are spread evenly: it updates one whose
-state it has while the next is read.
+Among the buckets that the host updates, those on the disk are spread evenly: the host updates a
+bucket whose state it has while the next one is read.
 
 [Note: Sums where there is room]
-Sums of microbatches are on the device for a share of the buckets. What the host adds goes through a
-few staging slots during backward, and compute waits for a free one. So embedding and head come
-first: they are several times as large as staging, and little is computed next to them. The rest of
-the share is spread evenly over the layers, so that the bus and the host bring down and add one
-while the device computes the next ones. Which buckets these are does not depend on where the state
-is: a sum is part of the state that is on the device.
+Sums of microbatches are on the device for a share of the buckets. Gradients that the host adds pass
+through a few staging slots during backward, and compute waits for a free slot. So embedding and
+head come first: they are several times as large as staging, with little concurrent compute. The
+rest of the share is spread evenly over the layers, so that the bus and the host copy and add one
+while the device computes the next ones. The choice does not depend on the tier of the
+state: state on the device includes its sums.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 
 SHARES = 10_000
-"""Steps of a share that a plan names."""
+"""Resolution of a share that a plan names."""
 
 DeviceBytes = Callable[[StepSpec], int]
-"""Counts what a spec takes of one device."""
+"""Returns the bytes of a spec on one device."""
 
 
 def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
-    """Give every trained bucket the tier of its state, as the config asks.
+    """Set the tier of every trained bucket's state according to the config.
 
     Raises:
-        OptionError: so large a share cannot be on the device.
-        DeviceMemoryError: `device_memory_limit` does not hold the share.
+        OptionError: a share this large cannot be on the device.
+        DeviceMemoryError: the share exceeds `device_memory_limit`.
     """
     limit = spec.config.memory.device_limit
     if spec.config.state.tier == "auto":
-        # Without a limit nobody knows yet what the device has room for.
+        # Without a limit the free memory of the device is not known yet.
         return first_on_device(spec, 0) if limit is None else filled(spec, limit, device_bytes)
     tiered = _spread_on_disk(first_on_device(spec, _device_count(spec)))
     if limit is not None and tiered.has_state_on(Tier.DEVICE):
@@ -66,7 +66,7 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
 
 
 def with_sum_tiers(blocks: Sequence[BlockSpec], config: OffloadConfig) -> tuple[BlockSpec, ...]:
-    """Choose the buckets whose microbatches are summed on the device, if the state is on the
+    """Choose the buckets whose microbatches are summed on the device, if their state is on the
     host."""
     buckets = [bucket for block in blocks for bucket in block.buckets]
     layers = [bucket for block in blocks if block.repeated for bucket in block.buckets]
@@ -85,7 +85,7 @@ def with_sum_tiers(blocks: Sequence[BlockSpec], config: OffloadConfig) -> tuple[
 
 
 def sums_bytes(spec: StepSpec, share: float) -> int:
-    """Count the bytes of the device for so large a share of the sums of microbatches."""
+    """Return the bytes on the device for this share of the sums of microbatches."""
     blocks = with_sum_tiers(spec.blocks, spec.config.replace(sums_on={"device": share}))
     spread = replace(spec, blocks=blocks)
     summed = filter(spread.sums_on_device, spread.buckets)
@@ -93,15 +93,15 @@ def sums_bytes(spec: StepSpec, share: float) -> int:
 
 
 def sums_share(spec: StepSpec) -> float:
-    """Return the share of the sums of microbatches that are on the device, of those that the host's
-    updates read."""
+    """Return the share of the sums of microbatches that is on the device, among those that the
+    host's updates read."""
     on_host = spec.buckets_on(Tier.HOST)
     summed = sum(bucket.numel for bucket in on_host if spec.sums_on_device(bucket))
     return summed / max(sum(bucket.numel for bucket in on_host), 1)
 
 
 def _spread(buckets: Sequence[BucketSpec], share: float) -> set[str]:
-    """Choose buckets with a share of the elements, as evenly as their sizes allow."""
+    """Choose buckets with a share of the elements, spread as evenly as their sizes allow."""
     chosen, wanted, placed = set(), 0.0, 0
     for bucket in buckets:
         wanted += share * bucket.numel
@@ -120,7 +120,7 @@ def candidates(spec: StepSpec) -> list[BucketSpec]:
 
 
 def first_on_device(spec: StepSpec, count: int) -> StepSpec:
-    """Put the state of so many candidates on the device, that of the others on the host."""
+    """Put the state of the first `count` candidates on the device, all other state on the host."""
     chosen = {bucket.name for bucket in candidates(spec)[:count]}
 
     return _tiered(spec, lambda bucket: Tier.DEVICE if bucket.name in chosen else Tier.HOST)
@@ -139,28 +139,28 @@ def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
 
 
 def filled(spec: StepSpec, limit: int, device_bytes: DeviceBytes) -> StepSpec:
-    """Put as many buckets on the device as the limit holds, all other buffers included; none if
-    these alone do not fit."""
+    """Put as many buckets on the device as fit the limit together with all other buffers; none if
+    the other buffers alone exceed it."""
     counts = range(1, len(candidates(spec)) + 1)
-    # Every further bucket takes more memory of the device.
+    # Each additional bucket takes more memory of the device.
     count = bisect_right(counts, limit, key=lambda n: device_bytes(first_on_device(spec, n)))
     return first_on_device(spec, count)
 
 
 def may_be_on_device(config: OffloadConfig) -> bool:
-    """Tell whether some state lies on the device, now or after a later step."""
+    """Return True if some state is on the device, now or after a later step."""
     return config.state.device_share > 0 or config.state.tier == "auto"
 
 
 def device_share(spec: StepSpec) -> float:
-    """Return the share that asks for the spec's tiers, rounded down to what a job shows."""
+    """Return the share that gives the spec's tiers, rounded down to the resolution of a job."""
     total = sum(bucket.numel for bucket in spec.buckets)
     on_device = sum(bucket.numel for bucket in spec.buckets_on(Tier.DEVICE))
     return SHARES * on_device // total / SHARES
 
 
 def _spread_on_disk(spec: StepSpec) -> StepSpec:
-    """Put the share that the config asks for on the disk, of buckets that are on the host."""
+    """Put the share of the config on the disk, choosing among buckets on the host."""
     of_host = spec.buckets_on(Tier.HOST)
     total, host_total = (sum(b.numel for b in some) for some in (spec.buckets, of_host))
     share = min(spec.config.state.disk_share * total / max(host_total, 1), 1.0)
@@ -174,7 +174,7 @@ def _device_count(spec: StepSpec) -> int:
     """Return the number of candidates whose middle is within the share.
 
     Raises:
-        OptionError: the candidates are less than the share.
+        OptionError: all candidates together are less than the share.
     """
     share = spec.config.state.device_share
     sizes = [bucket.numel for bucket in candidates(spec)]
@@ -190,6 +190,6 @@ def _device_count(spec: StepSpec) -> int:
 
 
 def _count_within(sizes: Sequence[int], total: float) -> int:
-    """Count the first buckets whose middle is within so many elements; none of no elements."""
+    """Return the number of first buckets whose middle is within `total` elements."""
     ends = accumulate(sizes)
     return sum(end - size / 2 <= total for end, size in zip(ends, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""Tiers: the kinds of memory that the state of a bucket may lie in."""
+"""Tiers: the kinds of memory of a bucket's state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """A kind of memory. The state of a bucket lies in one, `state_tier`. Its gradient lies where
-    the state is updated, `update_tier`: state on the disk comes to the host for it."""
+    """A kind of memory. The state of a bucket is in `state_tier`. Its gradient is in the tier of
+    the update, `update_tier`: state on the disk is updated on the host."""
 
     DEVICE = "device"
     HOST = "host"

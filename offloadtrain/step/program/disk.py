@@ -8,18 +8,18 @@ this bucket and disk_write writes the previous one. The order of use is known, s
 slots are used in turn. The waits follow from the slots and files that the operations name.
 
 In mode "exact" the drive would be idle from one update until the next norm is known. So after an
-update the slots are filled with the state that the next update begins with.
+update the slots are filled with the state that the next update reads first.
 
 Gradients and streamed weights may be in files, too. A gradient has a slot while backward fills it,
 is written to its file, and is read again for its update; if the update follows immediately, it
-stays in its slot. Weights are read into a slot on their way to the device (`Streaming`). New
-weights are written after their update, unless the state contains them. Reads of weights have a lane
-of their own, since the reads of a whole update are launched before the first load of the next
+stays in its slot. Weights are read into a slot before their copy to the device (`Streaming`). New
+weights are written after their update, unless the state contains them. Reads of weights have a
+separate lane, since the reads of a complete update are launched before the first load of the next
 forward.
 
 The file always contains what the slot contained when its last write was launched, so a slot can be
-taken away at any time. Code that touches the state between steps, outside the lanes, reads and
-writes the file, and the slots and the checksums of written data are forgotten: see [Note:
+reused at any time. Code that accesses the state between steps, outside the lanes, reads and
+writes the file, and the slots and the checksums of written data are dropped: see [Note:
 Checksums of the scratch file] in `runtime/disk_arena.py`.
 """
 
@@ -37,7 +37,7 @@ class DiskPath:
     """Gives slots to buckets whose state is on the disk; does nothing for other buckets.
 
     Attributes:
-        count: the number of slots.
+        count: number of slots.
     """
 
     def __init__(self, table: BufferTable, order: Dependencies) -> None:
@@ -55,17 +55,17 @@ class DiskPath:
         before, self._slots[slot] = self._slots[slot], bucket
         bucket.copy = slot
         state = bucket.state()
-        # The slot changes hands: the read waits for every use of the bucket before.
+        # The slot is reused: the read waits for every use of the previous bucket.
         self._order.reuse(state, () if before is None else before.state())
-        # disk_read, during the update of the bucket before. It waits until the file has what was
-        # written last; whoever uses the state waits for it.
+        # disk_read, during the update of the previous bucket. It waits until the file has the last
+        # written state; users of the state wait for it.
         self._order.launch(
             Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_files, state),
             fresh=state[0],
         )
 
     def write(self, bucket: BucketRefs) -> None:
-        """Launch what brings new state from its slot to the file."""
+        """Launch the write of new state from its slot to the file."""
         # disk_write, during the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
         if file := bucket.state_files:
@@ -73,7 +73,7 @@ class DiskPath:
             self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
 
     def forget(self) -> None:
-        """The lanes are empty, and the files may change past them."""
+        """The lanes are idle, and the files may change outside of them."""
         self._slots = [None] * len(self._slots)
 
 
@@ -81,7 +81,7 @@ _Parts = Sequence[tuple[Written, Ref]]
 
 
 class SavePath:
-    """Writes the state as it is after the updates launched so far."""
+    """Writes the state after the updates launched so far."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SavePath:
         buckets: Mapping[str, BucketRefs],
         disk: DiskPath,
     ) -> None:
-        """`buckets`: by name, frozen ones included."""
+        """`buckets`: by name, including frozen ones."""
         self._order = order
         self._disk = disk
         self._has_in_use = spec.is_delayed
@@ -98,7 +98,7 @@ class SavePath:
         self._frozen = [bucket for bucket in buckets.values() if not spec.is_trained(bucket.spec)]
 
     def save(self) -> None:
-        """Launch the writes of everything, and the copies into the spill that some of them read."""
+        """Launch the writes of all state, and the copies into the spill that some of them read."""
         for bucket in self._trained:
             self._disk.read(bucket)
             # What the spill does not hold. All of a field, though its end is in the spill: a window
@@ -108,13 +108,13 @@ class SavePath:
                 (Written(number, 0, ends.get(number, ref.hi)), ref)
                 for number, ref in enumerate(bucket.state())
             ]
-            # In mode "delayed" the weights in use, too.
+            # In mode "delayed" also the weights in use.
             in_use = [_all_of(len(fields), bucket.in_use)] if self._has_in_use else []
             unspilled = [(part, ref) for part, ref in fields if part.hi]
             self._write_checkpoint(bucket.name, [*unspilled, *in_use])
         spilled = [bucket for bucket in self._trained if bucket.has(Memory.SPILL)]
         for bucket in spilled:
-            # On the lane of the next update of this memory, which so follows without a wait.
+            # On the lane of the next update of this memory, which thus follows without a wait.
             self._order.launch(
                 Launch(Kind.SPILL, Lane.HOST, bucket.name, bucket.spill_sources, bucket.spill)
             )
@@ -127,7 +127,7 @@ class SavePath:
         self._order.launch(Launch(Kind.WRITE, Lane.WRITE, ""))
 
     def average(self) -> None:
-        """Launch what reads the masters for a moving average."""
+        """Launch reads of the masters for a moving average."""
         for bucket in self._trained:
             self._disk.read(bucket)
             # State on the host: on the lane of the updates, after all of them, during the next
@@ -136,8 +136,8 @@ class SavePath:
             self._order.launch(Launch(Kind.AVERAGE, lane, bucket.name, bucket.state()))
 
     def _write_checkpoint(self, owner: str, parts: _Parts) -> None:
-        # write, during forward and backward of the next steps: waits for the last update of what it
-        # reads, or for its copy; the next update waits for it.
+        # write, during forward and backward of the next steps: waits for the last update of its
+        # source, or for its copy; the next update waits for it.
         written, reads = tuple(part for part, _ in parts), tuple(ref for _, ref in parts)
         if parts:
             self._order.launch(Launch(Kind.WRITE, Lane.WRITE, owner, reads, written=written))

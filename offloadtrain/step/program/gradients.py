@@ -1,4 +1,4 @@
-"""The way down: a bucket's gradient from autograd to its sum and its norm where its state is.
+"""The path of gradients: from autograd to the sum and the norm on the tier of the state.
 
 Lanes, all concurrent with backward: compute gathers, comm reduces, d2h copies, host adds and
 measures. If the state is on the device, nothing crosses the bus: the `update` lane adds and
@@ -12,8 +12,8 @@ backward is added, or if none arrives, the norm is measured on the sum and repla
 The device's sums of squares are copied into pinned memory. If all state is on the host, this copy
 follows the copies of the gradients, so that step() waits for those, too. A decided step then no
 longer needs the device and can be finished without it ([Note: Salvage] in `engine.interpreter`).
-This does not delay the update: its first bucket is the first one of the forward, whose gradient is
-the last to come down.
+This does not delay the update: its first bucket is the first one of the forward, whose gradient
+arrives last.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ Refs = Mapping[tuple[Memory, int, int], Ref]
 
 
 class GradientRefs:
-    """One bucket's gradient: its buffers in the table, and its status in the current step.
+    """A bucket's gradient: its buffers in the table, and its status in the current step.
 
     Attributes:
-        rank: the number of this rank among those that share the bucket.
-        pieces: [lo, hi) of the shard that it goes down in.
-        marks: marks of the experts that got a gradient; None if the bucket is always updated whole.
-        file: its place on the disk; None for a gradient that stays in memory.
+        rank: index of this rank among those that share the bucket.
+        pieces: ranges [lo, hi) of the shard in which it is copied to the host.
+        marks: marks of the experts that got a gradient; None if all of the bucket is always
+            updated.
+        file: its memory on the disk; None for a gradient that stays in memory.
         separate_sum: the sum of microbatches on the device, if the state is on the host; None if
             microbatches are added to the gradient itself.
         rounds_sum: the sum on the device is rounded to the working dtype before it is measured.
         staged_dtype: the dtype in which ranks sum it.
         lane: the lane that adds to it, and later updates the state.
-        versions: where it may be: its sums, or the host slots of one on the disk.
+        versions: its possible buffers: its sums, or the host slots of a gradient on the disk.
         adding: the gradient that microbatches are added to.
         decided: the gradient that Adam reads.
         touched: its memory holds a gradient of the current step.
@@ -77,7 +78,7 @@ class GradientRefs:
         return self.lane if self.separate_sum is None else Lane.UPDATE
 
     def end_step(self) -> None:
-        """Forget the gradient: the step was applied or dropped."""
+        """Clear the status: the step was applied or dropped."""
         self.touched = self.arrived = False
         self.measured_on = None
 
@@ -97,7 +98,7 @@ def _norms(table: BufferTable, version: int) -> dict[Tier, Ref]:
 
 
 class GradientSlots:
-    """Gives host slots to buckets whose gradient is on the disk; does nothing for other buckets.
+    """Assigns host slots to buckets whose gradient is on the disk; no-op for other buckets.
 
     A gradient is written to its file as soon as a backward has filled its slot, or not at all if
     its update follows immediately ("early").
@@ -106,14 +107,14 @@ class GradientSlots:
     def __init__(self, spec: StepSpec, table: BufferTable, order: Dependencies) -> None:
         self._order = order
         self._slots: list[GradientRefs | None] = [None] * table.slots(Memory.GRADIENT)
-        """The bucket whose gradient each slot holds, or held last."""
+        """The present or last bucket of each slot."""
         self._next = 0
         self._written_late = spec.updates_early
         self._unwritten: set[GradientRefs] = set()
-        """Buckets whose file lacks what the slot holds."""
+        """Buckets whose slot is newer than their file."""
 
     def acquire(self, gradient: GradientRefs, *, keep: bool) -> None:
-        """Give the gradient a slot.
+        """Assign a slot to the gradient.
 
         Args:
             keep: its current contents are needed.
@@ -126,12 +127,12 @@ class GradientSlots:
             self._write(before)
         left = () if before is None else (before.adding,)
         gradient.adding = gradient.decided = gradient.versions[slot]
-        # The slot changes hands: its first write waits for every use of the bucket before.
+        # The slot is reused: its first write waits for every use of the previous bucket.
         self._order.reuse((gradient.adding,), left)
         if keep:
             reads, writes = (gradient.file,), (gradient.adding,)
-            # disk_read, during the update of the bucket before. It waits until the file has what
-            # was written last; the update waits for it.
+            # disk_read, during the update of the previous bucket. It waits until the file has the
+            # last written gradient; the update waits for it.
             self._order.launch(
                 Launch(Kind.READ_GRADIENT, Lane.DISK_READ, gradient.spec.name, reads, writes),
                 fresh=gradient.adding,
@@ -153,7 +154,7 @@ class GradientSlots:
         self._unwritten.clear()
 
     def reset(self) -> None:
-        """The lanes are empty and all gradients are dropped."""
+        """The lanes are idle and all gradients are dropped."""
         self._slots = [None] * len(self._slots)
         self._unwritten.clear()
 
@@ -161,8 +162,8 @@ class GradientSlots:
         if gradient.file is None or gradient not in self._unwritten:
             return
         self._unwritten.discard(gradient)
-        # disk_write, during backward of the next blocks: waits for their last copy down, or for
-        # their sum; the slot's next bucket waits for it.
+        # disk_write, during backward of the next blocks: waits for their last copy to the host, or
+        # for their sum; the slot's next bucket waits for it.
         reads, writes = (gradient.adding,), (gradient.file,)
         self._order.launch(
             Launch(Kind.WRITE_GRADIENT, Lane.DISK_WRITE, gradient.spec.name, reads, writes)
@@ -170,7 +171,7 @@ class GradientSlots:
 
 
 class GradientPath:
-    """Sends gradients down piece by piece, through staging on the device and on the host.
+    """Sends gradients to the host piece by piece, through staging on the device and on the host.
 
     Attributes:
         slots: the host slots of gradients on the disk.
@@ -188,7 +189,7 @@ class GradientPath:
         self._has_copies = spec.copies > 1
         self._measures_gathered = spec.measures_gathered
         on_host = all(bucket.state_tier is Tier.HOST for bucket in spec.buckets)
-        # See [Note: Measured in the gather]. Compute has nothing else to do until the step is
+        # See [Note: Measured in the gather]. Compute is otherwise idle until the step is
         # decided.
         self._norms_lane = Lane.D2H if on_host and self._measures_gathered else Lane.COMPUTE
         self._order = order
@@ -197,17 +198,17 @@ class GradientPath:
         self._ring = Ring(Memory.STAGING, table.slots(Memory.STAGING))
         self._rounded = Ring(Memory.ROUNDED, table.slots(Memory.ROUNDED))
         self._norms_are_last = not spec.updates_in_backward
-        """No Adam stands after a norm on the host lane until `complete` has waited for the last
-        one: a single event, recorded then, is enough for all of them."""
+        """True if no Adam follows a norm on the host lane until `complete` has waited for the last
+        norm: a single event, recorded then, is enough for all norms."""
         self._norms, self._copied_norms = _norms(table, 0), _norms(table, 1)
-        """Tier → the sums of squares that are taken there; those that are then copied to the
+        """Tier → the sums of squares that are computed there; those that are then copied to the
         host."""
 
     def send(self, gradient: GradientRefs, *, complete: bool, last: bool) -> None:
-        """Launch the way of all gradients that the bucket's parameters hold.
+        """Launch the transfer of all gradients of the bucket's parameters.
 
         Args:
-            complete: every parameter holds a gradient, here or on another rank.
+            complete: every parameter has a gradient, here or on another rank.
             last: this is the last micro-step of the step.
         """
         is_final = last and complete
@@ -225,20 +226,21 @@ class GradientPath:
             self._order.launch(
                 Launch(Kind.NORM, Lane.COMPUTE, gradient.spec.name, (), norms), late=True
             )
-        # If nothing is added to the gradient, compute writes it where Adam reads it.
+        # If nothing is added to the gradient, compute writes it directly into the memory that Adam
+        # reads.
         in_place = gradient.lane is Lane.UPDATE and self._is_single
         in_place = in_place and not (self._accumulates or gradient.touched)
         name, ranks = gradient.spec.name, gradient.spec.ranks
         for lo, hi in gradient.pieces:
-            # In ZeRO stage 1 the ring has no slots: each piece has memory of its own.
+            # In ZeRO stage 1 the ring has no slots: each piece has separate memory.
             piece = (
                 part_of(gradient.adding, lo, hi)
                 if in_place
                 else self._ring.take(ranks * (hi - lo), gradient.staged_dtype, name, lo)
             )
             # Compute, after the kernels that made the gradients. It waits until d2h, comm or Adam
-            # of the last step is done with the memory; a ring with one slot more than a bucket has
-            # pieces makes that wait short.
+            # of the last step no longer uses the memory; a ring with one slot more than a bucket
+            # has pieces makes that wait short.
             gather = Launch(Kind.GATHER, Lane.COMPUTE, name, (), (piece,), lo, hi)
             self._order.launch(gather, fresh=piece)
             if in_place:
@@ -274,7 +276,7 @@ class GradientPath:
                     self.slots.acquire(gradient, keep=False)
                 zeros = (gradient.summed,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
-                # memory: without its wait, zeros would go up as weights.
+                # memory: without its wait, zeros would be uploaded as weights.
                 self._order.launch(
                     Launch(Kind.NO_GRADIENT, gradient.sums_lane, gradient.spec.name, (), zeros),
                     late=True,
@@ -288,7 +290,7 @@ class GradientPath:
                 self._bring_down(gradient, gradient.separate_sum)
             gradient.arrived = True
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
-        # and not for the whole host lane, where Adam launched inside backward may still run.
+        # only, not for the complete host lane, where Adam launched inside backward may still run.
         for tier, norms in self._norms.items():
             measured = self._order.last_write(norms)
             if measured is not None and (down := self._copied_norms.get(tier)):
@@ -296,7 +298,7 @@ class GradientPath:
                 measured = self._order.launch(
                     Launch(Kind.NORMS_DOWN, self._norms_lane, "", (norms,), (down,))
                 )
-            # Nothing is decided yet: if the device fails during this wait, the step is given up.
+            # Nothing is decided yet: if the device fails during this wait, the step is abandoned.
             if measured is not None:
                 self._order.host_wait(measured, "the gradient norm")
         # Ranks exchange next which experts are used.
@@ -314,10 +316,10 @@ class GradientPath:
 
     def _reduce(self, gradient: GradientRefs, staging: Ref, lo: int, hi: int) -> Ref:
         """Launch the reduction of a piece among ranks; returns this rank's part of the staging
-        slot, in the dtype that goes down."""
+        slot, in the dtype that is copied to the host."""
         count, dtype = hi - lo, gradient.staged_dtype
-        # comm, in place, concurrently with backward of the next blocks. The copy down, or the
-        # rounding, waits for it through the slot.
+        # comm, in place, concurrently with backward of the next blocks. The copy to the host, or
+        # the rounding, waits for it through the slot.
         self._order.launch(
             Launch(Kind.REDUCE_SCATTER, Lane.COMM, gradient.spec.name, (), (staging,), lo, hi)
         )
@@ -332,7 +334,7 @@ class GradientPath:
             return shard
         narrow = self._rounded.take(count, gradient.spec.dtype)
         # comm, right after its reduce-scatter, so that the bus carries 16 bits. It waits for the
-        # last copy out of its own slot; the copy down waits for it there.
+        # last copy out of its slot; the copy to the host waits for it there.
         self._order.launch(
             Launch(Kind.ROUND, Lane.COMM, gradient.spec.name, (shard,), (narrow,), lo, hi),
             fresh=narrow,
@@ -356,9 +358,9 @@ class GradientPath:
         writes = (part_of(gradient.summed, lo, hi), *norms)
         kind = Kind.ACCUMULATE if self._accumulates else Kind.ADD
         first = self._accumulates and not gradient.touched
-        # Host, during backward and the next copy down: waits for its own copy through the ring, and
-        # for the copy of a first gradient through that. Norm and Adam run on the same lane and need
-        # no wait for the sum.
+        # Host, during backward and the next copy to the host: waits for its copy through the ring,
+        # and for the copy of a first gradient through that. Norm and Adam run on the same lane and
+        # need no wait for the sum.
         self._order.launch(
             Launch(kind, gradient.sums_lane, name, (arrived,), writes, lo, hi, first=first)
         )
@@ -368,7 +370,8 @@ class GradientPath:
         if gradient.separate_sum is None:
             self.slots.acquire(gradient, keep=True)
         if gradient.rounds_sum:
-            # update, in order before its norm, which is that of what the host will read.
+            # update, in order before its norm: the norm is that of the values that the host will
+            # read.
             self._order.launch(
                 Launch(Kind.ROUND_SUM, Lane.UPDATE, gradient.spec.name, (), (gradient.summed,)),
                 late=True,
@@ -382,12 +385,12 @@ class GradientPath:
         )
 
     def _norms_of(self, gradient: GradientRefs) -> Ref:
-        """Return where its sums of squares go: to the tier where it is complete first."""
+        """Return the destination of its sums of squares, on the tier where it is complete first."""
         gradient.measured_on = Tier.DEVICE if gradient.sums_lane is Lane.UPDATE else Tier.HOST
         return self._norms[gradient.measured_on]
 
     def _bring_down(self, gradient: GradientRefs, device_sum: Ref) -> None:
-        """Copy a sum that was made on the device to where Adam reads it."""
+        """Copy a sum that was made on the device to the memory that Adam reads."""
         self.slots.acquire(gradient, keep=False)
         for lo, hi in gradient.pieces:
             down = part_of(device_sum, lo, hi)
@@ -395,7 +398,7 @@ class GradientPath:
                 name, dtype = gradient.spec.name, gradient.spec.dtype
                 summed, down = down, self._ring.take(hi - lo, dtype, name, lo)
                 # update, during backward of the next blocks: waits for the last copy out of the
-                # slot. The copy down waits for it there.
+                # slot. The copy to the host waits for it there.
                 self._order.launch(
                     Launch(Kind.ROUND, Lane.UPDATE, gradient.spec.name, (summed,), (down,), lo, hi),
                     fresh=down,

@@ -3,12 +3,12 @@
 [Note: Dependencies]
 No wait is written by hand. Each launch declares the memory that it reads and writes. Its lane waits
 for the last write of memory it reads, and for the last write and all later reads of memory it
-writes, unless these are known to be done. Each lane has a vector clock: it knows what it has waited
-for, what the awaited lane knew at that point, and everything that the launching thread has waited
-for. The order of a step thus follows from its reads and writes, no wait is redundant, and a new
-kind of operation needs no code for waits.
+writes, unless these are known to be complete. Each lane has a vector clock: it knows what it has
+waited for, what the awaited lane knew at that point, and everything that the launching thread has
+waited for. The order of a step thus follows from its reads and writes, no wait is redundant, and a
+new kind of operation needs no code for waits.
 
-An event stands for everything launched on its lane before it. It is recorded right after the
+An event represents everything launched on its lane before it. It is recorded right after the
 operation that a later launch may wait for. For operations that are rarely waited for, the event is
 recorded *late*: when a wait needs it, or never.
 """
@@ -28,7 +28,7 @@ from offloadtrain.step.layout.formats import ITEMSIZE
 class Lane(StrEnum):
     """A queue of operations: a stream, a thread, or both."""
 
-    __hash__ = str.__hash__  # an Enum's own is a Python function, called at every look-up
+    __hash__ = str.__hash__  # Enum's is a Python function, called at every look-up
 
     COMPUTE = "compute"
     """The stream of the user's forward and backward."""
@@ -42,130 +42,133 @@ class Lane(StrEnum):
     """Copies from the host to the device: streamed weights, in the order of their use. Not on h2d,
     whose next copy may wait for an update that forward does not need yet."""
     COMM = "comm"
-    """Collectives between ranks, in one order on all of them."""
+    """Collectives between ranks, in the same order on all of them."""
     ORTHO = "ortho"
-    """The device's part of the update of matrices: up, orthogonalized, down. Not on compute, which
-    would wait for the host, nor on h2d and d2h, whose copies would wait for it."""
+    """The device's part of the update of matrices: copy, orthogonalize, copy back. Not on compute,
+    which would wait for the host, nor on h2d and d2h, whose copies would wait for it."""
     WRITE = "write"
-    """The state to the disk, or from the device to a moving average, while the next steps run: Adam
-    of a bucket waits for its own write only."""
+    """Writes the state to the disk, or from the device to a moving average, while the next steps
+    run: Adam of a bucket waits only for the bucket's write."""
     UPDATE = "update"
-    """The device's work on gradients and state that lie there: sums, norms, Adam. Not on compute,
-    whose next forward waits for the update of its own block only."""
+    """The device's work on gradients and state on the device: sums, norms, Adam. Not on compute,
+    whose next forward waits only for the update of its own block."""
     DISK_READ = "disk_read"
-    """State from its file: that of the next bucket while the host updates another."""
+    """Reads state from its file: that of the next bucket while the host updates another."""
     DISK_WRITE = "disk_write"
-    """New state to its file. Not on disk_read, whose next read would wait for it."""
+    """Writes new state to its file. Not on disk_read, whose next read would wait for it."""
     DISK_LOAD = "disk_load"
-    """Streamed weights from their file, in the order of their use. Not on disk_read, whose next
-    read may be of an update that forward does not need yet."""
+    """Reads streamed weights from their file, in the order of their use. Not on disk_read, whose
+    next read may belong to an update that forward does not need yet."""
 
 
 class Kind(StrEnum):
     """The kind of an operation. The value is its name in logs and traces."""
 
-    __hash__ = str.__hash__  # an Enum's own is a Python function, called at every look-up
+    __hash__ = str.__hash__  # Enum's is a Python function, called at every look-up
 
     FORWARD = "forward"
-    """compute: the user's forward of a block; launched where a program is driven without a
+    """compute: the user's forward of a block; only launched in a program that is driven without a
     model."""
     BACKWARD = "backward"
-    """compute: the user's backward of a block; launched as `FORWARD`."""
+    """compute: the user's backward of a block; launched like `FORWARD`."""
     DECIDE = "decide"
-    """compute: nothing; marks where step() knows the norm. Launched as `FORWARD`."""
+    """compute: no work; marks the point where step() knows the norm. Launched like `FORWARD`."""
     GATHER = "gather"
-    """compute: a bucket's gradients, from where autograd left them, into a staging slot."""
+    """compute: copy a bucket's gradients from `.grad` into a staging slot."""
     REDUCE_SCATTER = "reduce-scatter"
-    """comm: sum a staging slot over ranks; each keeps its shard."""
+    """comm: sum a staging slot over ranks; each rank gets its shard."""
     ROUND = "round"
-    """comm, update: a sum from fp32 to the dtype that goes down."""
+    """comm, update: round a sum from fp32 to the dtype that is copied to the host."""
     GRAD_DOWN = "d2h"
-    """d2h: a staging slot to the host: to the gradient, or to host staging."""
+    """d2h: copy a staging slot to the host: to the gradient, or to host staging."""
     ADD = "add"
-    """host, update: a second gradient of one micro-step, in its own dtype."""
+    """host, update: add a second gradient of one micro-step, in its own dtype."""
     ACCUMULATE = "accumulate"
-    """host, update: a microbatch into the fp32 sum; squared in the same pass where it is the
-    last."""
+    """host, update: add a microbatch to the fp32 sum; the last one is squared in the same
+    pass."""
     NO_GRADIENT = "no gradient"
-    """host, update: zeros for a gradient that nothing was delivered to."""
+    """host, update: write zeros for a gradient that was not delivered."""
     NORM = "norm"
-    """compute, host, update: the sums of squares of a bucket's gradient; on compute before it is
+    """compute, host, update: sums of squares of a bucket's gradient; on compute before it is
     gathered."""
     NORMS_DOWN = "norms down"
-    """d2h, compute: the sums of squares that the device took, to the host."""
+    """d2h, compute: copy the sums of squares that the device computed to the host."""
     MARK = "mark used"
-    """compute: which experts of a bucket have a gradient, before it is gathered."""
+    """compute: mark the experts of a bucket that have a gradient, before it is gathered."""
     DIRECTION = "direction"
-    """host, update: the moments of a bucket of matrices, and what the device orthogonalizes."""
+    """host, update: update the moments of a bucket of matrices, and write the orthogonalization
+    input."""
     MATRIX_UP = "matrix up"
-    """ortho: a matrix to the device."""
+    """ortho: copy a matrix to the device."""
     ORTHOGONALIZE = "orthogonalize"
-    """ortho: a matrix in place."""
+    """ortho: orthogonalize a matrix in place."""
     MATRIX_DOWN = "matrix down"
-    """ortho: an orthogonalized matrix back to the host."""
+    """ortho: copy an orthogonalized matrix back to the host."""
     ADAM = "adam"
-    """host, update: the update of a bucket; for matrices, its last part."""
+    """host, update: update a bucket; for matrices, the last part of the update."""
     CAST = "cast"
-    """host, update: masters that were set, to the working dtype."""
+    """host, update: cast masters that were set to the working dtype."""
     WEIGHTS_UP = "h2d"
-    """h2d: new weights of this rank's shard to the device."""
+    """h2d: copy new weights of this rank's shard to the device."""
     ALL_GATHER = "all-gather"
-    """comm: every rank's shard of the weights."""
+    """comm: gather every rank's shard of the weights."""
     PUBLISH = "publish"
-    """host: new weights into the snapshot that loads read."""
+    """host: copy new weights into the snapshot that loads read."""
     LOAD = "load"
-    """load: a streamed bucket's weights (of this rank's shard) into its block's slot."""
+    """load: copy a streamed bucket's weights (this rank's shard) into its block's slot."""
     ACTIVATION_DOWN = "offload input"
-    """d2h: a block's input, from which its recompute will start, to the host."""
+    """d2h: copy the input of a block's recompute to the host."""
     ACTIVATION_UP = "fetch input"
-    """load: a block's input to the device again."""
+    """load: copy a block's input back to the device."""
     WRITE = "write"
-    """write: a bucket's state, or frozen weights, into a checkpoint; without a bucket, the rest."""
+    """write: write a bucket's state, or frozen weights, into a checkpoint; without a bucket,
+    finish."""
     AVERAGE = "average"
-    """host, write: a bucket's masters into a moving average of the weights."""
+    """host, write: update a moving average of the weights from a bucket's masters."""
     SPILL = "spill"
-    """host: the end of the state that is to be written, to where it may be written from later."""
+    """host: copy the end of the state to be written to the spill, from which it is written
+    later."""
     COPY = "copy"
-    """update: within the device, of a bucket whose state is there: its gradient out of a staging
-    slot, or new weights to where compute, or loads, read them."""
+    """update: copy within the device, for a bucket with state there: its gradient out of a staging
+    slot, or new weights to the memory that compute, or loads, read."""
     READ_STATE = "read state"
-    """disk_read: a bucket's state from its file into a slot."""
+    """disk_read: read a bucket's state from its file into a slot."""
     WRITE_STATE = "write state"
-    """disk_write: a bucket's new state from its slot to its file."""
+    """disk_write: write a bucket's new state from its slot to its file."""
     READ_GRADIENT = "read gradient"
-    """disk_read: a bucket's gradient from its file into a slot."""
+    """disk_read: read a bucket's gradient from its file into a slot."""
     WRITE_GRADIENT = "write gradient"
-    """disk_write: a bucket's gradient from its slot to its file."""
+    """disk_write: write a bucket's gradient from its slot to its file."""
     READ_WEIGHTS = "read weights"
-    """disk_load: a streamed bucket's weights from their file, on their way to its block's slot."""
+    """disk_load: read a streamed bucket's weights from their file into a host slot."""
     WRITE_WEIGHTS = "write weights"
-    """disk_write: a streamed bucket's new weights to their file."""
+    """disk_write: write a streamed bucket's new weights to their file."""
     ALL_REDUCE = "all-reduce"
     """comm: sum a shard over the copies of the state; each gets the sum."""
     KEEP_INPUT = "keep input"
-    """compute: this rank's part of a block's input, from which its recompute will start, to memory
-    of its own on the device."""
+    """compute: copy this rank's part of the input of a block's recompute to separate memory on the
+    device."""
     FETCH_PART = "fetch part"
-    """comm: a kept part to its place in the input."""
+    """comm: copy a kept part to its place in the input."""
     GATHER_INPUT = "gather input"
-    """comm: every rank's part of a block's input."""
+    """comm: gather every rank's part of a block's input."""
     ROUND_SUM = "round sum"
-    """update: the fp32 sum of microbatches to values of the working dtype, in place."""
+    """update: round the fp32 sum of microbatches to values of the working dtype, in place."""
 
 
 class Ref(NamedTuple):
-    """Elements [lo, hi) of a piece of memory.
+    """Elements [lo, hi) of a buffer.
 
     Attributes:
-        owner: a bucket's name; for staging, the number of its ring slot; for norms, the tier; for a
-            block's input or its host buffer, that one's number.
-        copy: for `STATE`, the number of the copy, or, where the state is on the disk, of the host
-            slot; for `WORKING`, that of the device slot of a streamed block, or of the version; for
-            `GRADIENT`, that of the sum, or of its host slot where it is on the disk; for
-            `WEIGHT_FILE`, that of the version; for `NORMS`, 1 on the host for the device's;
+        owner: a bucket's name; for staging, index of the ring slot; for norms, the tier; for a
+            block's input or its host buffer, index of that input or buffer.
+        copy: for `STATE`, index of the copy, or, if the state is on the disk, of the host
+            slot; for `WORKING`, index of a streamed block's device slot, or of the version; for
+            `GRADIENT`, index of the sum, or of its host slot if it is on the disk; for
+            `WEIGHT_FILE`, index of the version; for `NORMS`, 1 for the host's copy of the device's;
             otherwise 0.
-        dtype: torch's name of it.
-        field: for `STATE`, `STATE_FILE` and `SPILL`, the number of the tensor.
+        dtype: torch's name of the dtype.
+        field: for `STATE`, `STATE_FILE` and `SPILL`, index of the tensor.
     """
 
     memory: Memory
@@ -182,8 +185,8 @@ class Ref(NamedTuple):
 
     @property
     def key(self) -> BufferKey:
-        """The key of the buffer that it names a part of."""
-        # What a save spills of all fields lies in one buffer.
+        """The key of the buffer that it is a part of."""
+        # The spilled parts of all fields are in one buffer.
         field = 0 if self.memory is Memory.SPILL else self.field
         return BufferKey(self.owner, self.memory, self.copy, field)
 
@@ -194,7 +197,7 @@ def ref_of(key: BufferKey, row: BufferSpec) -> Ref:
 
 
 class Ring:
-    """Slots of staging, used in turn. Without slots, every piece has memory of its own."""
+    """Slots of staging, used in turn. Without slots, every piece has separate memory."""
 
     def __init__(self, memory: Memory, slots: int) -> None:
         self._memory = memory
@@ -203,7 +206,7 @@ class Ring:
 
     def take(self, numel: int, dtype: str, bucket: str = "", lo: int = 0) -> Ref:
         """Return the first elements of the next slot, or of the memory of a bucket's piece that
-        begins at `lo`."""
+        starts at `lo`."""
         if not self._slots:
             return Ref(self._memory, f"{bucket}[{lo}]", 0, 0, numel, dtype)
         slot, self._next = self._next, (self._next + 1) % self._slots
@@ -211,20 +214,20 @@ class Ring:
 
 
 Clock = tuple[int, ...]
-"""For every lane in turn, the number of its operations that are done. A tuple and no table by lane:
-thousands of clocks are alive, and the garbage collector does not look into tuples of numbers."""
+"""For every lane in turn, the number of its completed operations. A tuple, not a dict by lane:
+thousands of clocks are alive, and the garbage collector skips tuples of numbers."""
 
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """A point on a lane that others can wait for.
+    """A point on a lane that other lanes can wait for.
 
     Attributes:
-        clock: the operations that are done when it has happened.
-        at: the place of its own lane in clocks.
+        clock: the operations that are complete when it has happened.
+        at: index of its own lane in clocks.
         position: `clock[at]`.
-        recorded: it stands in the program.
-        kind, owner: those of the launch that it is after; after other code, None and its name.
+        recorded: its `Record` is in the program.
+        kind, owner: those of the preceding launch; after other code, None and its name.
         real: the interpreter's event.
     """
 
@@ -239,7 +242,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The name of the launch, or other code, that it is after."""
+        """Name of the preceding launch, or other code."""
         return self.owner if self.kind is None else f"{self.kind} {self.owner}"
 
 
@@ -249,7 +252,7 @@ class Update(NamedTuple):
     Attributes:
         step: optimizer step, 1-based.
         grad_scale: unscaling times clipping, multiplied into each gradient in fp32.
-        out_of_place: the new state goes to the other copy, and the gradient stays as it is.
+        out_of_place: the new state is written to the other copy, and the gradient is not changed.
     """
 
     step: int
@@ -258,11 +261,11 @@ class Update(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The part of a bucket's buffer that a `WRITE` writes: values [lo, hi). What it reads begins
+    """The part of a bucket's buffer that a `WRITE` writes: values [lo, hi). Its source starts
     with the first of them.
 
     Attributes:
-        buffer: the number of the field; after the fields, the weights in use. Of a frozen bucket,
+        buffer: index of the field; after the fields, the weights in use. For a frozen bucket,
             0 is its weights.
     """
 
@@ -277,9 +280,9 @@ class Launch(NamedTuple):
     Attributes:
         owner: the bucket (for `FORWARD` and `BACKWARD`, the block) that it works on.
         lo, hi: the piece of the gradient, or the matrix, as elements of the shard.
-        first: for `ACCUMULATE`, the sum begins with it; for `MARK`, nothing is marked before.
+        first: for `ACCUMULATE`, the sum starts with it; for `MARK`, there are no earlier marks.
         update: for `ADAM` and `DIRECTION` only.
-        written: for `WRITE` only, what it writes of each of `reads`.
+        written: for `WRITE` only, the part of each of `reads` that is written.
     """
 
     kind: Kind
@@ -300,7 +303,7 @@ class Launch(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The event stands for all that was launched on its lane before."""
+    """The event represents everything that was launched on its lane before."""
 
     event: Event
 
@@ -310,8 +313,8 @@ class Wait(NamedTuple):
 
     Attributes:
         who: the launch, or other code, that waits.
-        does, did: what it does with the memory, and what the awaited operation did; empty where
-            `who` says all.
+        does, did: verbs for its use of the memory, and for that of the awaited operation; empty if
+            `who` is sufficient.
     """
 
     lane: Lane
@@ -321,7 +324,7 @@ class Wait(NamedTuple):
     did: str = ""
 
     def __str__(self) -> str:
-        """Its reason, made into a sentence only where waits are recorded."""
+        """The reason as a sentence, formatted only when waits are recorded."""
         who = self.who if isinstance(self.who, str) else self.who.name
         return f"{who} {self.does} what {self.event.name} {self.did}" if self.does else who
 
@@ -334,7 +337,7 @@ class HostWait(NamedTuple):
 
 
 class Undefined(NamedTuple):
-    """The contents of this memory are undefined from here on until `lane` writes it."""
+    """The contents of this memory are undefined from here on, until `lane` writes it."""
 
     ref: Ref
     lane: Lane
@@ -348,13 +351,13 @@ class Allocate(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Compute has waited for every use of this memory: it may be given to compute again."""
+    """Compute has waited for every use of this memory: compute may reuse it."""
 
     ref: Ref
 
 
 class Enter(NamedTuple):
-    """A streamed block takes a device slot, or another version of its weights: its parameters
+    """A streamed block gets a device slot, or another version of its weights: its parameters
     become views of it."""
 
     block: str
@@ -362,7 +365,7 @@ class Enter(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """A streamed block gives up its slot: its parameters become placeholders."""
+    """A streamed block loses its slot: its parameters become placeholders."""
 
     block: str
 
@@ -371,7 +374,7 @@ class Renew(NamedTuple):
     """A block's weights change: graphs built before are stale.
 
     Attributes:
-        by: -1: compute reads the version before again; see
+        by: -1: compute reads the previous version again; see
             `Program.switch_version`.
     """
 
@@ -409,10 +412,10 @@ Operations = list[Operation]
 
 
 _AT = {lane: at for at, lane in enumerate(Lane)}
-"""The place of each lane in clocks."""
+"""Index of each lane in clocks."""
 
 _Cell = tuple[object, ...]
-"""Memory, owner and copy of a `Ref`: the unit of dependencies, whatever its elements."""
+"""Memory, owner and copy of a `Ref`: the unit of dependencies, independent of its elements."""
 
 
 @dataclass(slots=True)
@@ -431,7 +434,8 @@ class Dependencies:
         self.operations: Operations = []
         """The operations since the last `take`."""
         self._known = {lane: [0] * len(Lane) for lane in Lane}
-        """Lane → its clock: the operations of each lane that are done when its next one starts."""
+        """Lane → its clock: the operations of each lane that are complete when its next one
+        starts."""
         self._thread_clock = [0] * len(Lane)
         """The clock of the launching thread."""
         self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
@@ -462,7 +466,7 @@ class Dependencies:
         event = self._advance(lane, op.kind, op.owner, recorded=not late)
         for use in reads:
             use.read[lane] = event
-        # A write has waited for the reads before it: later users need to wait for the write only.
+        # A write has waited for the reads before it: later users need to wait only for the write.
         for use in writes:
             use.written = event
             use.read.clear()
@@ -507,17 +511,17 @@ class Dependencies:
         return self._uses[ref[:3]].written
 
     def synchronized(self) -> None:
-        """Record that the launching thread has seen every lane empty."""
+        """Record that the launching thread has seen every lane idle."""
         done = [self._known[lane][at] for lane, at in _AT.items()]
-        # Every lane knows that all earlier operations are done: later launches wait for none.
+        # Every lane knows that all earlier operations are complete: later launches wait for none.
         self._thread_clock[:] = done
         for known in self._known.values():
             known[:] = done
 
     def reset(self) -> None:
-        """Every lane is empty, and some operations were never launched."""
+        """Every lane is idle, and some operations were never launched."""
         self.synchronized()
-        # Events of operations that were never launched stand for nothing: no wait may name them.
+        # Events of operations that were never launched are invalid: no wait may refer to them.
         self._uses.clear()
         self.operations.clear()
 
@@ -535,7 +539,7 @@ class Dependencies:
             self._uses[ref[:3]] = _Use(event)
 
     def forget(self, refs: Iterable[Ref]) -> None:
-        """Forget memory that no later operation names."""
+        """Drop memory that no later operation uses."""
         for ref in refs:
             self._uses.pop(ref[:3], None)
 
@@ -545,9 +549,9 @@ class Dependencies:
             self._uses[ref[:3]].read[event.lane] = event
 
     def reuse(self, refs: Iterable[Ref], of: Iterable[Ref]) -> None:
-        """Give the memory of `of` to `refs`: their first write waits for every earlier use of
+        """Let `refs` reuse the memory of `of`: their first write waits for every earlier use of
         it."""
-        # An event covers all that its lane did before: the latest one of each lane is enough.
+        # An event covers everything before it on its lane: the latest event of each lane is enough.
         last: dict[Lane, Event] = {}
         for ref in of:
             use = self._uses.pop(ref[:3], _Use())
@@ -580,7 +584,7 @@ class Dependencies:
             for event in use.read.values():
                 if event.position > known[event.at]:
                     before.append((event, "overwrites", "reads"))
-        # An event that another one covers comes last: the wait for that one makes it needless.
+        # Events that another event covers come last: the wait for that event makes them redundant.
         if len(before) > 1:
             events = [event for event, _, _ in before]
             before.sort(key=lambda entry: self._is_covered(entry[0], events))
@@ -591,7 +595,7 @@ class Dependencies:
     def _wait(
         self, lane: Lane, event: Event, who: Launch | str, does: str = "", did: str = ""
     ) -> None:
-        # A late event is recorded now, on its own lane: it must stand in the program before this.
+        # A late event is recorded now, on its own lane: it must precede the wait in the program.
         if not event.recorded:
             self._record_late(event)
         # The lane has now also waited for everything that the event's lane had waited for.
@@ -611,8 +615,8 @@ class Dependencies:
         return event
 
     def _is_covered(self, event: Event, events: Sequence[Event]) -> bool:
-        """Tell whether a wait for another of the events waits for this one; of two that cover each
-        other, the one with less done is covered, or the second."""
+        """Return True if a wait for another of the events covers this event. If two cover each
+        other, the one with the smaller clock is covered, or the second."""
         place = sum(event.clock), -events.index(event)
         return any(
             self._covers(other, event)
@@ -622,13 +626,13 @@ class Dependencies:
         )
 
     def _covers(self, event: Event, other: Event) -> bool:
-        """Tell whether `other` has happened when `event` has; one recorded late covers all that its
-        lane was given so far."""
+        """Return True if `other` has happened when `event` has; an event recorded late covers
+        everything launched on its lane so far."""
         clock = event.clock if event.recorded else self._known[event.lane]
         return clock[other.at] >= other.position
 
     def _record_late(self, event: Event) -> None:
-        """Record a late event: it covers all that its lane was given so far."""
+        """Record a late event: it covers everything launched on its lane so far."""
         event.recorded = True
         event.clock = tuple(self._known[event.lane])
         event.position = event.clock[event.at]

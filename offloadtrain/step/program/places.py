@@ -15,23 +15,23 @@ MATRIX_DTYPE = "bfloat16"
 
 
 class BucketRefs:
-    """Names one bucket's buffers, which the table lists, and keeps which of them are in use.
+    """Refs of a bucket's buffers, as listed in the table, and the choice of those in use.
 
     Attributes:
-        rank: the number of this rank among those that share it.
-        gradient: of a trained bucket.
-        staging: the kind of the memory that new weights are written to; None for a frozen bucket.
-        weight_route: the way of new weights from there; None for a frozen bucket.
-        sources: of a streamed bucket, the buffers that its loads read, one per version of the
+        rank: index of this rank among those that share it.
+        gradient: gradient of a trained bucket.
+        staging: kind of memory that new weights are written to; None for a frozen bucket.
+        weight_route: route of new weights from there; None for a frozen bucket.
+        sources: for a streamed bucket, the buffers that its loads read, one per version of the
             weights; empty for a bucket that stays on the device.
-        source_kind: the kind of these buffers, the first one's where one is in the state.
-        state_files: all fields of the state on the disk; empty where it is in memory.
+        source_kind: kind of these buffers; of the first, if one is in the state.
+        state_files: all fields of the state on the disk; empty if it is in memory.
         spilled: the parts of its state that a save copies.
-        copy: the number of the copy that is the state; where it is on the disk, the host slot that
-            it has, or had last.
-        slot: for a streamed bucket, the device slot that its block has, or had last.
+        copy: index of the copy that is the current state; for state on the disk, its present or
+            last host slot.
+        slot: for a streamed bucket, the present or last device slot of its block.
         version: of two versions of the weights, the one that compute, or its loads, read.
-        updates_other_version: new weights go to the other version of the working weights.
+        updates_other_version: new weights are written to the other version of the working weights.
     """
 
     gradient: GradientRefs
@@ -48,7 +48,7 @@ class BucketRefs:
             for kind, version, number in self._refs
             if number == 0 and kind is Memory.STATE
         }
-        """Number of the copy, or of the host slot → all fields of the state."""
+        """Index of the copy, or of the host slot → all fields of the state."""
         files = [(Memory.STATE_FILE, 0, number) for number in fields]
         self.state_files = tuple(self._refs[key] for key in files if key in self._refs)
         self.sources = [self._refs[key[1:]] for key in table.sources.get(spec.name, ())]
@@ -67,7 +67,7 @@ class BucketRefs:
         return self.spec.name
 
     def has(self, kind: Memory) -> bool:
-        """Tell whether the table has such a buffer of this bucket."""
+        """Return True if the table has a buffer of this kind for this bucket."""
         return (kind, 0, 0) in self._refs
 
     def ref(self, kind: Memory, version: int = 0) -> Ref:
@@ -83,7 +83,7 @@ class BucketRefs:
 
     @cached_property
     def has_second_copy(self) -> bool:
-        """The state has a second copy, which speculative updates are written to."""
+        """True if the state has a second copy, which speculative updates write."""
         return not self.state_files and 1 in self._states
 
     @cached_property
@@ -95,7 +95,8 @@ class BucketRefs:
 
     @property
     def directions(self) -> Ref | None:
-        """Of matrices, what takes the place of the gradient; None for other buckets."""
+        """For matrices, the orthogonalization input, which replaces the gradient; None for other
+        buckets."""
         return self.gradient.decided._replace(dtype=MATRIX_DTYPE) if self.spec.matrices else None
 
     def state(self, *, other: bool = False) -> tuple[Ref, ...]:
@@ -131,13 +132,13 @@ class BucketRefs:
 
     @property
     def newest(self) -> Ref:
-        """The working weights, of a bucket that stays on the device, that new ones are brought
+        """The working weights, for a bucket that stays on the device, that new weights are copied
         to."""
         return self.ref(Memory.WORKING, self.newest_version)
 
     @property
     def upload_target(self) -> Ref:
-        """The device memory that new weights are brought to."""
+        """The device memory that new weights are copied to."""
         if self.source_kind is Memory.DEVICE_SHARD:
             return self.sources[self.newest_version]
         return self._shard_of(self.newest)
@@ -150,7 +151,7 @@ class BucketRefs:
 
     @property
     def newest_version(self) -> int:
-        """The version that new weights are, or become."""
+        """The version that new weights have, or will have."""
         # An update in place leaves them in the state, whatever loads have read.
         if self.loads_in_turn and self.source_kind is Memory.STATE:
             return 0
@@ -160,13 +161,13 @@ class BucketRefs:
 
     @cached_property
     def loads_from_file(self) -> bool:
-        """Its weights are loaded from the disk, through a slot of the host."""
+        """True if its weights are loaded from the disk, through a host slot."""
         return self.source_kind in (Memory.WEIGHT_FILE, Memory.STATE_FILE)
 
     @cached_property
     def loads_in_turn(self) -> bool:
-        """Two versions of its weights are kept, on the host or the device, which loads read in
-        turn."""
+        """True if there are two versions of its weights, on the host or the device, which loads
+        read alternately."""
         return len(self.sources) > 1 and not self.loads_from_file
 
     @property
@@ -176,14 +177,14 @@ class BucketRefs:
 
     @property
     def in_use(self) -> Ref:
-        """This rank's shard of the weights that forward uses, where they lie between two uses."""
+        """This rank's shard of the weights that forward uses, in their memory between two uses."""
         return self.load_source if self.sources else self.shard
 
     # New weights.
 
     def staged(self, *, other: bool = False) -> Ref | None:
-        """Return where new weights wait for their upload, or where they are used if they need not
-        wait; None for a slot of a ring."""
+        """Return the memory of new weights until their upload, or their final memory if they are
+        not pending; None for a slot of a ring."""
         if self.weight_route is WeightRoute.IN_TURN:
             return self.sources[self.newest_version]
         match self.staging:

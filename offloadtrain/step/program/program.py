@@ -1,18 +1,18 @@
 """The program of a step: events in, operations out.
 
 [Note: The program]
-No branch of a step depends on timing, only on what the user's code does: which block runs, which
-gradients arrive, what the norm is. So the scheduler is a state machine without I/O. The engine
-reports events and runs the returned operations in their order, on streams and threads. The plan
-reports the events of a typical step and gives each operation a duration. The prover checks the
-memory that the operations touch. There is no second description of a step.
+No branch of a step depends on timing, only on the behaviour of the user's code: which block runs,
+which gradients arrive, what the norm is. So the scheduler is a state machine without I/O. The
+engine reports events and runs the returned operations in their order, on streams and threads. The
+plan reports the events of a typical step and gives each operation a duration. The prover checks the
+memory that the operations access. There is no second description of a step.
 
-    forward      `use` waits for each block's weights, and loads those of the next blocks
-    backward     `grads_ready` sends a block's gradients down; the host adds and measures them
-    step()       `norm` waits for the sums of squares (the only `HostWait` of a step);
-                 `norm_known` launches the rest of Adam, and the upload of each block in forward
-                 order
-    forward      of the next step begins after the first block's upload
+  forward      `use` waits for each block's weights, and loads those of the next blocks
+  backward     `grads_ready` sends a block's gradients to the host, which adds and measures them
+  step()       `norm` waits for the sums of squares (the only `HostWait` of a step);
+               `norm_known` launches the rest of Adam, and the upload of each block in forward
+               order
+  forward      of the next step begins after the first block's upload
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Program:
     """The step of one rank. Every event returns the operations that it requires.
 
     Attributes:
-        table: the buffers that operations name.
+        table: the buffers of the operations.
         speculation: the result of the updates inside the last backward.
-        streaming: the slots of streamed blocks, and the access order that loads ahead follow.
-        buckets: by name, frozen ones included.
-        mode: the update mode, which says when updates run and which uploads wait.
+        streaming: the slots of streamed blocks, and the access order that prefetches follow.
+        buckets: by name, including frozen ones.
+        mode: the update mode, which decides when updates run and which uploads are postponed.
     """
 
     def __init__(self, spec: StepSpec, rank: int = 0, part: int = 0) -> None:
-        """`part`: the number of this rank among `spec.input_parts`."""
+        """`part`: index of this rank among `spec.input_parts`."""
         self.spec = spec
         self.table = table = buffer_table(spec)
         self._is_single = spec.is_single
@@ -69,7 +69,7 @@ class Program:
             block.name: [self.buckets[b.name] for b in block.all_buckets] for block in spec.blocks
         }
         self.streaming = Streaming(spec, table, self._order, self._buckets_of)
-        # One ring for both ways: gradients on their way down, weights on their way up.
+        # One ring for both directions: gradients to the host, weights to the device.
         host_ring = Ring(Memory.HOST_STAGING, table.slots(Memory.HOST_STAGING))
         self._disk = DiskPath(table, self._order)
         self._gradients = GradientPath(spec, table, self._order, host_ring)
@@ -101,7 +101,7 @@ class Program:
             self.streaming.use(block, pinned, expected=expected)
         else:
             resident = [bucket.working for bucket in self._trained[block]]
-            # Compute waits for this block's upload or all-gather only. Those of later blocks, and
+            # Compute waits only for this block's upload or all-gather. Those of later blocks, and
             # their Adam, run during its forward.
             self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
         return self._order.take()
@@ -112,11 +112,11 @@ class Program:
         """Launch the user's work, if the program is driven without a model.
 
         Args:
-            reads: of the block's weights.
+            reads: the work reads the block's weights.
             owner: see `Reading`; "": the block.
         """
         buckets = self._buckets_of.get(block, ()) if reads else ()
-        # Compute, as the user's kernels in a real run: uploads wait for these reads.
+        # Compute, like the user's kernels in a real run: uploads wait for these reads.
         refs = tuple(bucket.working for bucket in buckets)
         self._order.launch(Launch(kind, Lane.COMPUTE, owner or block, refs), late=True)
         return self._order.take()
@@ -125,13 +125,13 @@ class Program:
         """Autograd has saved a block's input for its recompute: copy it to the host.
 
         Args:
-            number: a new number, which names the input from now on.
+            number: a new number, which identifies the input from now on.
         """
         self._activations.save(number, numel, dtype)
         return self._order.take()
 
     def activation_needed(self, number: int) -> Operations:
-        """Backward is about to run the block again: after these operations compute may read its
+        """Backward is about to recompute the block: after these operations compute may read its
         input."""
         self._activations.need(number)
         return self._order.take()
@@ -142,12 +142,12 @@ class Program:
         return self._order.take()
 
     def drop_slot(self, block: str) -> Operations:
-        """Take the slot of a streamed block away."""
+        """Free the slot of a streamed block."""
         self.streaming.drop(block)
         return self._order.take()
 
     def grads_ready(self, block: str, delivered: Mapping[str, bool], *, last: bool) -> Operations:
-        """Send gradients of a block down.
+        """Send gradients of a block to the host.
 
         Args:
             delivered: bucket with a gradient → True if all of its parameters have one. Several
@@ -174,14 +174,14 @@ class Program:
         self.mode.grads_repeated((block, self._trained[block]))
 
     def gradients_changed(self, buckets: Collection[str]) -> None:
-        """The caller may have changed the gradients of these buckets, while the lanes were empty.
+        """The caller may have changed the gradients of these buckets, while the lanes were idle.
 
         Raises:
             UpdateError: some were updated in place.
         """
         self.mode.gradients_changed()
         for name in buckets:
-            # Where it is complete first: it is measured, and goes to the host, again.
+            # On the tier where it is complete first: it is measured and copied to the host again.
             gradient = self.buckets[name].gradient
             gradient.arrived, gradient.measured_on = False, None
 
@@ -192,7 +192,7 @@ class Program:
 
     def wait_for_first_sums(self) -> Operations:
         """Make the launching thread wait for the collectives so far."""
-        # Once per run: ranks agree on their reduce order next, in another process group. As before
+        # Once per run: ranks next agree on their reduce order, in another process group. As for
         # the exchange of norms, no rank enters it with reduce-scatters in flight.
         sums = self._order.record(Lane.COMM, "the first backward")
         self._order.host_wait(sums, "the first gradients' sums")
@@ -212,7 +212,7 @@ class Program:
         return self._order.take()
 
     def end_step(self) -> None:
-        """Forget the gradients: the step was applied or dropped."""
+        """Clear the gradients' status: the step was applied or dropped."""
         for buckets in self._trained.values():
             for bucket in buckets:
                 bucket.gradient.end_step()
@@ -225,13 +225,13 @@ class Program:
         return self._order.take()
 
     def flush(self) -> Operations:
-        """Between steps: upload waiting weights, so that parameters have the newest ones."""
+        """Between steps: upload pending weights, so that parameters have the newest weights."""
         self.mode.flush()
         return self._order.take()
 
     def switch_version(self, *, to_previous: bool) -> Operations:
-        """Let parameters be the previous version of the weights, which a backward that begins has
-        read in its forward, or the newest one again, when it is over."""
+        """Let parameters be the previous version of the weights, for a backward whose forward has
+        read it, or the newest version again after that backward."""
         self.mode.switch_version(to_previous=to_previous)
         return self._order.take()
 
@@ -248,26 +248,27 @@ class Program:
 
     def wait_for_averages(self) -> Operations:
         """Make the launching thread wait for the averages so far."""
-        # The caller reads or writes averages next. Of these lanes alone: copies and loads go on.
+        # Next, the caller reads or writes averages. Waits for these lanes only: copies and loads go
+        # on.
         for lane in (Lane.HOST, Lane.WRITE):
             self._order.host_wait(self._order.record(lane, "average"), "the averages")
         return self._order.take()
 
     def wait_for_writes(self) -> Operations:
         """Make the launching thread wait for the writes so far."""
-        # The caller renames the checkpoint's folder next: every byte of it must be in its file. The
-        # write lane alone: Adam and uploads of later steps go on.
+        # The caller renames the checkpoint's folder next: every byte of it must be in its file.
+        # Only the write lane: Adam and uploads of later steps go on.
         event = self._order.record(Lane.WRITE, "checkpoint")
         self._order.host_wait(event, "the checkpoint's writes")
         return self._order.take()
 
     def synchronized(self) -> None:
-        """The launching thread has seen every lane empty: it may change the state."""
+        """The launching thread has seen every lane idle: it may change the state."""
         self._order.synchronized()
         self._disk.forget()
 
     def reset(self) -> None:
-        """Start again with empty lanes, after operations other than updates were lost: nothing is
+        """Start again with idle lanes, after operations other than updates were lost: nothing is
         in flight, and no streamed block has a slot."""
         self._order.reset()
         self._disk.forget()
@@ -276,7 +277,7 @@ class Program:
         self._activations.reset()
 
     def upload_masters(self) -> Operations:
-        """Upload the masters as they are, after the state was set or loaded."""
+        """Upload the present masters, after the state was set or loaded."""
         self.mode.flush()
         self.mode.reset()
         self._updates.emit([*self._trained.items()])
@@ -290,14 +291,14 @@ class Program:
 
     def resume_delay(self) -> Operations:
         """In mode "delayed", after `flush`: the state was loaded, and older weights for forward.
-        The masters go up after the next backward."""
+        The masters are uploaded after the next backward."""
         self.mode.reset()
         self.mode.defer([*self._trained.items()])
         return self._order.take()
 
 
 def _mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
-    """Make the update mode that the options name."""
+    """Make the update mode of the options."""
     if spec.update_policy is not None:
         mode: Exact = spec.update_policy(updates)
         return mode

@@ -2,22 +2,22 @@
 
 [Note: Streaming]
 A streamed block's weights are on the host, on the disk, or as shards on all devices, and on this
-device only while a slot holds them. A use is the block's forward, or the unpacking of one of its
-saved weights in backward. Each use gives the block a slot and makes compute wait for its load. The
-blocks that come next are loaded ahead, in the access order of the step before; another order gives
-the same result and is slower. Layers have some slots in turn; large blocks outside of layers, in
-ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.layout.placement`). Weights
-on the device are clean, so eviction copies nothing: the slot is free once compute has done what it
-was given before. Two things pin a block: a running forward of it, and its backward, from the first
-unpacking of something saved in its forward until something is unpacked that was saved earlier
+device only while they have a slot. A use is the block's forward, or the unpacking of one of its
+saved weights in backward. Each use assigns a slot to the block and makes compute wait for its load.
+The next blocks are prefetched, in the access order of the previous step; another order gives
+the same result and is slower. Layers share some slots; large blocks outside of layers, in
+ZeRO stage 3, share another ([Note: Outside of layers] in `step.layout.placement`). Weights
+on the device are clean, so eviction copies nothing: the slot is free once compute has completed its
+earlier launches. Two things pin a block: a running forward of it, and its backward, from the first
+unpacking of a tensor saved in its forward until a tensor is unpacked that was saved earlier
 (autograd runs nodes in the reverse of the order in which they were made). While a block has no slot
-its parameters are NaN, so that a read past the engine shows.
+its parameters are NaN, so that a read that bypasses the engine is noticed.
 
-Where there are two versions of the weights, a load brings the one that compute reads at that time.
+If there are two versions of the weights, a load copies the one that compute reads at that time.
 
-Among ranks each holds a shard of the weights, on its host or on its device. A load copies the shard
-to its place in the slot and gathers the others around it, so every rank must use blocks in the
-same order.
+With several ranks each has a shard of the weights, on its host or on its device. A load copies the
+shard to its place in the slot and gathers the others around it, so every rank must use blocks in
+the same order.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class StreamError(OffloadTrainError):
 
 
 class Streaming:
-    """Gives streamed blocks their slots.
+    """Assigns slots to streamed blocks.
 
     Attributes:
-        access_order: the uses of the step before, and where the step is in them.
-        slots: the block in each slot, None in a free one.
+        access_order: the uses of the previous step, and the position of the present step in them.
+        slots: the block in each slot, None if it is free.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Streaming:
         self._ring = Ring(Memory.WEIGHT_SLOT, table.slots(Memory.WEIGHT_SLOT))
 
     def loads(self, block: str) -> bool:
-        """Tell whether the block is loaded for its use."""
+        """Return True if the block is loaded for its use."""
         return block in self._number
 
     @property
@@ -101,10 +101,10 @@ class Streaming:
         return [block for block in self.slots if block is not None]
 
     def use(self, block: str, pinned: Collection[str], *, expected: bool = True) -> None:
-        """Compute is about to read the block: load it if it has no slot, then load ahead.
+        """Compute is about to read the block: load it if it has no slot, then prefetch.
 
         Args:
-            expected: the next step will use the block at this point, too.
+            expected: the next step will also use the block at this point.
 
         Raises:
             StreamError: all slots are taken by `pinned` blocks.
@@ -112,7 +112,7 @@ class Streaming:
         if block not in self.slots:
             self._load(block, self._room(block, pinned))
         refs = [bucket.working for bucket in self._buckets_of[block]]
-        # Compute waits for this block's load, or all-gather, only. The loads ahead are launched
+        # Compute waits only for this block's load, or all-gather. Prefetches are launched
         # after that wait and run during the block's forward or backward.
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
         if expected:
@@ -120,7 +120,7 @@ class Streaming:
             self._load_ahead({block, *pinned})
 
     def restart(self, pinned: Collection[str]) -> None:
-        """A pass is over and its weights may have changed: load ahead for the next one."""
+        """A pass is over and its weights may have changed: prefetch for the next pass."""
         self.access_order.restart()
         # These loads run during the updates of later blocks; each waits for the weights it reads.
         self._load_ahead(pinned)
@@ -128,19 +128,19 @@ class Streaming:
     def reset(self) -> None:
         """No block has a slot, and nothing uses one."""
         self.slots = [None] * len(self.slots)
-        # The lanes are empty: the next loads have nothing to wait for.
+        # The lanes are idle: the next loads need not wait.
         self._before = [[] for _ in self.slots]
 
     def drop(self, block: str) -> None:
-        """Take the block's slot away, if it has one: its contents are not needed."""
+        """Free the block's slot, if it has one: its contents are not needed."""
         if block not in self.slots:
             return
         slot = self.slots.index(block)
         self.slots[slot] = None
         self._before[slot] = [bucket.working for bucket in self._buckets_of[block]]
         self._order.operations.append(Leave(block))
-        # The user's code is no launch: this event stands for its reads of the slot. The slot's next
-        # load waits for compute up to here, and not for what compute is given later.
+        # The user's code is no launch: this event represents its reads of the slot. The slot's next
+        # load waits for compute up to here, not for later launches on compute.
         event = self._order.record(Lane.COMPUTE, f"use of {block}")
         self._order.was_read(self._before[slot], event)
 
@@ -186,7 +186,7 @@ class Streaming:
         self.slots[slot] = block
         for bucket in buckets:
             bucket.slot = slot
-        # The slot changes hands: loads into it wait for all uses of the block before, or they
+        # The slot is reused: loads into it wait for all uses of the previous block, or they
         # would overwrite weights that compute still reads.
         self._order.reuse([bucket.working for bucket in buckets], self._before[slot])
         self._order.operations.append(Enter(block, slot))
@@ -202,7 +202,7 @@ class Streaming:
                     fresh=slot_on_host,
                 )
                 source = (slot_on_host,)
-            # load, while compute runs the blocks before: waits for the update that writes its
+            # load, while compute runs the previous blocks: waits for the update that writes its
             # source. On h2d it would queue after uploads that forward does not need yet.
             self._order.launch(
                 Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes), fresh=bucket.working
@@ -213,16 +213,16 @@ class Streaming:
                 self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=gathered))
 
 
-# Decisions over the access order of the step before: loads ahead and evictions. Pure functions over
+# Decisions about the access order of the previous step: prefetches and evictions. Pure functions of
 # block numbers.
 
 
 class AccessOrder:
-    """The access order of the step before, and the position of this step in it.
+    """The access order of the previous step, and the position of this step in it.
 
     Attributes:
         uses: the uses of this pass so far.
-        missed: those that the order did not contain.
+        missed: number of uses that the order did not contain.
     """
 
     def __init__(self) -> None:
@@ -233,17 +233,17 @@ class AccessOrder:
 
     @property
     def differs(self) -> bool:
-        """True if this pass left the known order; one that goes on after its end (training after
-        an evaluation) has not."""
+        """True if this pass left the known order; a pass that continues after its end (training
+        after an evaluation) has not."""
         return bool(self.missed) and self.uses[: len(self._order)] != self._order
 
     @property
     def future(self) -> Sequence[int]:
-        """The uses that are still to come; empty where nothing is known."""
+        """The uses that are still to come; empty if unknown."""
         return self._order[self._next :]
 
     def used(self, block: int) -> None:
-        """A block is used. This pass skips the uses that the order has before the block's next."""
+        """A block is used. This pass skips the order's uses before the block's next use."""
         if not self.uses or self.uses[-1] != block:
             self.uses.append(block)
         if self._next and self._order[self._next - 1] == block:
@@ -266,7 +266,7 @@ def next_use(block: int, future: Sequence[int]) -> int:
 
 
 def victim(evictable: Collection[int], future: Sequence[int]) -> int | None:
-    """Return the block to evict: the one needed last (Belady 1966); None if none can go."""
+    """Return the block to evict: the one needed last (Belady 1966); None if none is evictable."""
     return max(evictable, key=lambda block: (next_use(block, future), block), default=None)
 
 
@@ -288,8 +288,8 @@ def prefetches(
 ) -> list[tuple[int, int | None]]:
     """Return (block to load, block to evict for it or None for a free slot), soonest needed first.
 
-    No block is evicted that is needed before the one that takes its slot, and none is loaded before
-    one that is needed sooner: its load would delay that one's.
+    No block is evicted that is needed before the block that replaces it, and no block is loaded
+    before another that is needed sooner, whose load it would delay.
     """
     loaded, moves = set(resident), list[tuple[int, int | None]]()
     for block in future:

@@ -1,16 +1,16 @@
-"""The update of a step: when Adam of a bucket runs (the update modes), and how its new weights get
-to where compute reads them (`UpdatePath`).
+"""The update of a step: when Adam of a bucket runs (the update modes), and the path of its new
+weights to the memory that compute reads (`UpdatePath`).
 
 [Note: Update modes]
-    Exact        Adam runs when the norm is known, block after block in forward order. Each block
-                 is uploaded during the next block's Adam and the next forward
-    Early        if no global value is needed (no clipping, loss scaling or skipping), Adam of a
-                 bucket runs inside backward, as soon as its gradient is on the host
-    Speculative  Adam runs inside backward on the guess "no clipping, no overflow" and writes the
-                 second copy of the state. If the guess is right, that copy becomes the state;
-                 otherwise it is discarded and the update runs as in Exact, with the same bits
-    Delayed      Adam of step t runs during step t+1; its weights go up after each block's
-                 backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
+Exact        Adam runs when the norm is known, block after block in forward order. Each block
+             is uploaded during the next block's Adam and the next forward
+Early        if no global value is needed (no clipping, loss scaling or skipping), Adam of a
+             bucket runs inside backward, as soon as its gradient is on the host
+Speculative  Adam runs inside backward on the guess "no clipping, no overflow" and writes the
+             second copy of the state. If the guess is right, that copy becomes the state;
+             otherwise it is discarded and the update runs as in Exact, with the same bits
+Delayed      Adam of step t runs during step t+1; its weights are uploaded after each block's
+             backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
 
 `StepSpec.update_policy` adds another mode.
 
@@ -19,13 +19,13 @@ step() sees the weights of a resident run, and a wrong guess uploads nothing twi
 inside the first backward, which shows whether blocks deliver their gradients once.
 
 [Note: Matrices]
-Some rules (Muon) need whole matrices, and arithmetic that is fast on the device only. A bucket of
+Some rules (Muon) need full matrices, and arithmetic that is fast only on the device. A bucket of
 matrices is updated by three operations. `DIRECTION`, on the host, updates the moments and replaces
-the gradient by the matrix to orthogonalize. `ORTHOGONALIZE`, on the device, takes one matrix after
-the other: up, in place, down. `ADAM`, on the host, applies decay, updates the masters and writes
-the new working weights. The first two run one block ahead of the third, so that the device works on
-one block while the host works on another. All three wait until step() knows the norm: `DIRECTION`
-overwrites the gradient, so that a wrong guess could not be repeated.
+the gradient by the matrix to orthogonalize. `ORTHOGONALIZE`, on the device, processes one matrix
+after the other: copied up, in place, copied down. `ADAM`, on the host, applies decay, updates the
+masters and writes the new working weights. The first two run one block ahead of the third, so that
+the device works on one block while the host works on another. All three wait until step() knows the
+norm: `DIRECTION` overwrites the gradient, so that a wrong guess could not be repeated.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from offloadtrain.step.program.streaming import Streaming
 
 
 class UpdateError(OffloadTrainError):
-    """An update ran inside backward that cannot be undone and should not have."""
+    """An update inside backward cannot be undone and should not have run."""
 
 
 class Decision(NamedTuple):
     """The decision about a step: whether to update, and with which coefficients.
 
     Attributes:
-        step: the number of this optimizer step, 1-based, even if it is skipped.
+        step: number of this optimizer step, 1-based, even if it is skipped.
         coef: the clip coefficient, 1.0 for none.
         scale: the divisor of the gradients, which arrive as the sum over ranks: the loss scale
             times the number of ranks.
@@ -90,7 +90,7 @@ class Speculation:
     """The result of the updates that ran inside backward.
 
     Attributes:
-        buckets: the number of buckets updated inside backward.
+        buckets: number of buckets updated inside backward.
         right: whether the guess was right; None without speculation.
         mostly_wrong: guesses about most of the last steps were, or would have been, wrong.
     """
@@ -101,7 +101,7 @@ class Speculation:
 
 
 class UpdatePath:
-    """Launches the two halves of an update, Adam and upload, when an update mode asks for them."""
+    """Launches the two halves of an update, Adam and upload, on request of an update mode."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class UpdatePath:
         self._gradients.acquire(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, while the device works on the matrices of the previous block. It waits for the last
-        # copy down; the first copy up waits for it.
+        # copy of gradients to the host; the first copy to the device waits for it.
         self._order.launch(
             Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
         )
@@ -147,8 +147,8 @@ class UpdatePath:
             on_device = Ref(Memory.MATRIX, 0, 0, 0, used, directions.dtype)
         workspace = Ref(Memory.MATRIX, 0, 0, used, used + matrix.workspace_numel, directions.dtype)
         name = bucket.name
-        # ortho, during compute and the host's work: the copy up waits for the host. One matrix is
-        # on the device at a time, so this lane's order separates two.
+        # ortho, during compute and the host's work: the copy to the device waits for the host. One
+        # matrix is on the device at a time, so this lane's order separates two.
         if moves:
             self._order.launch(
                 Launch(Kind.MATRIX_UP, Lane.ORTHO, name, (on_host,), (on_device,), lo, hi),
@@ -177,9 +177,9 @@ class UpdatePath:
         emits = () if bucket.spec.format.holds_weight else (staged,)
         writes = (*emits, *after)
         # Host, during backward, or during the uploads and the forward after step(). It waits for
-        # the last copy down; in place, also for loads of weights from this state. The upload waits
-        # for it. On the device it may write the weights themselves: it waits for backward, and
-        # forward waits for it.
+        # the last copy of gradients; in place, also for loads of weights from this state. The
+        # upload waits for it. On the device it may write the weights themselves: it waits for
+        # backward, and forward waits for it.
         self._order.launch(
             Launch(Kind.ADAM, bucket.lane, bucket.name, reads, writes, update=update),
             fresh=_in_turn(staged),
@@ -195,15 +195,15 @@ class UpdatePath:
         if bucket.source_kind is Memory.WEIGHT_FILE:
             file = bucket.sources[bucket.version - 1]  # the other one, if there are two
             # disk_write, during the update of the next bucket. It waits for Adam, and for loads of
-            # what the file held before; the next load waits for it.
+            # the file's previous contents; the next load waits for it.
             self.launch(Kind.WRITE_WEIGHTS, Lane.DISK_WRITE, bucket, staged, file)
         if bucket.spec.format.holds_weight and bucket.has(Memory.PENDING):
             # Host, after its Adam: waits for the last upload, or for loads in flight, of the
-            # weights before.
+            # previous weights.
             self.launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
 
     def read_ahead(self, order: Iterable[BlockRefs]) -> None:
-        """Fill the slots with the state that the next update begins with, which has this order."""
+        """Fill the slots with the first state of the next update, which has this order."""
         on_disk = [bucket for _, buckets in order for bucket in buckets if bucket.state_files]
         # disk_read, during the next forward and backward: waits for the writes of this update.
         for bucket in on_disk[: self._disk.count]:
@@ -211,16 +211,17 @@ class UpdatePath:
 
     def swap(self, bucket: BucketRefs) -> None:
         """Make the copy written by an out-of-place update the state."""
-        # Copies no byte: operations launched so far keep their views, later ones name the other.
+        # Copies no byte: operations launched so far keep their views, later ones use the other
+        # copy.
         bucket.copy = 1 - bucket.copy
         self._order.operations.append(Swap(bucket.name))
 
     def upload(self, block: str, buckets: Iterable[tuple[BucketRefs, Ref]]) -> None:
-        """Bring a block's new weights to the memory that compute or its loads read. Graphs over the
-        old weights become stale."""
+        """Transfer a block's new weights to the memory that compute or its loads read. Graphs over
+        the old weights become stale."""
         renewed = False
         # `buckets` may be lazy: each upload is launched before the next bucket's Adam, which may
-        # take its ring slot and then waits for it.
+        # reuse its ring slot and then waits for it.
         for bucket, staged in buckets:
             self._upload(bucket, staged)
             renewed = renewed or not bucket.updates_other_version
@@ -254,14 +255,14 @@ class UpdatePath:
             self._order.operations.append(Flip(bucket.name))
 
     def emit(self, blocks: Sequence[BlockRefs]) -> None:
-        """Upload the masters as they are, after they were set or loaded."""
+        """Upload the present masters, after they were set or loaded."""
         event = self.end_backward(blocks)
-        # Masters on the device were set by the caller on compute, which no launch declares: the
-        # cast on a lane of its own would read them too early.
+        # The caller set masters on the device on compute, which no launch declares: the
+        # cast on another lane would read them too early.
         if any(bucket.lane is Lane.UPDATE for _, buckets in blocks for bucket in buckets):
             self._order.wait(Lane.UPDATE, event, "masters are set")
         for block, buckets in blocks:
-            # Nor does one declare the allocation of shards on compute, which may be new.
+            # No launch declares the allocation of shards on compute either, which may be new.
             shards = [b.upload_target for b in buckets if b.source_kind is Memory.DEVICE_SHARD]
             self._order.was_read(shards, event)
             self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
@@ -270,24 +271,24 @@ class UpdatePath:
 
     def defer(self, blocks: Sequence[BlockRefs]) -> dict[str, list[tuple[BucketRefs, Ref]]]:
         """Round the masters and leave the result on the host: the caller has set other weights in
-        the memory that compute or loads read. Return block → where the new weights wait."""
+        the memory that compute or loads read. Return block → memory of the pending weights."""
         self.renew_weights_in_use(blocks)
         return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
 
     def renew_weights_in_use(self, blocks: Sequence[BlockRefs]) -> None:
         """The caller has written the weights that compute or loads read."""
-        # It wrote on compute, which no launch declares: collectives wait for it.
+        # The caller wrote on compute, which no launch declares: collectives wait for it.
         self.end_backward(blocks)
         for block, buckets in blocks:
             for bucket in buckets:
                 self._gather(bucket)
             self._order.operations.append(Renew(block))
-            # A slot still holds the weights before them.
+            # A slot still holds the previous weights.
             self._streaming.drop(block)
 
     def end_backward(self, blocks: Iterable[BlockRefs]) -> Event:
         """Compute has read these weights for the last time before their upload."""
-        # The user's backward is no launch: this event stands for its reads. Uploads wait for it, or
+        # The user's backward is no launch: this event represents its reads. Uploads wait for it, or
         # they would overwrite weights that backward reads. Streamed blocks: see `Streaming.drop`.
         event = self._order.record(Lane.COMPUTE, "backward")
         buckets = (bucket for _, buckets in blocks for bucket in buckets)
@@ -297,8 +298,8 @@ class UpdatePath:
     def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
         match bucket.weight_route:
             case WeightRoute.FILE:
-                # Written after its Adam. Loads launched so far read the version before, and of a
-                # single one what was written last.
+                # Written after its Adam. Loads launched so far read the previous version, or, with
+                # a single version, the last written weights.
                 if len(bucket.sources) > 1:
                     self.switch_version(bucket)
             case WeightRoute.IN_TURN:
@@ -315,24 +316,24 @@ class UpdatePath:
                     self.launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
                 self._gather(bucket)
             case WeightRoute.UPLOAD:
-                # h2d, during Adam of the next bucket and forward of the blocks before: forward
-                # waits for its own block only. The next copy down waits until the staged weights
-                # are read.
+                # h2d, during Adam of the next bucket and forward of the previous blocks: forward
+                # waits only for its own block. The next copy of gradients waits until the staged
+                # weights are read.
                 self.launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
                 self._gather(bucket)
 
     def _gather(self, bucket: BucketRefs) -> None:
-        """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
+        """Launch the all-gather of a bucket's shards, if each rank stores the full weights."""
         if bucket.spec.ranks > 1 and not bucket.sources:
-            # comm, during the upload of the next bucket: waits for its own upload, and compute
-            # waits for it in the place of the upload.
+            # comm, during the upload of the next bucket: waits for its own upload; compute
+            # waits for it instead of the upload.
             self._order.launch(
                 Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.newest,))
             )
 
     def _staged(self, bucket: BucketRefs, *, other: bool = False) -> Ref:
         """Return the memory for new weights until their upload: the state itself, memory reserved
-        for them, the gradient's, a slot of a ring, or the memory where they are used."""
+        for them, the gradient's memory, a slot of a ring, or their final memory."""
         place = bucket.staged(other=other)
         if place is None:
             to_disk = bucket.staging is Memory.NEW_WEIGHTS
@@ -349,7 +350,7 @@ class UpdatePath:
         self._gradients.acquire(bucket.gradient, keep=False)
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
-            # Host, during the upload of the bucket before, which waits for its own cast only.
+            # Host, during the upload of the previous bucket, which waits only for its own cast.
             self._order.launch(
                 Launch(Kind.CAST, bucket.lane, bucket.name, (bucket.state()[0],), (staged,)),
                 fresh=_in_turn(staged),
@@ -358,7 +359,7 @@ class UpdatePath:
         return staged
 
     def launch(self, kind: Kind, lane: Lane, bucket: BucketRefs, read: Ref, written: Ref) -> None:
-        # The callers say when it runs and what waits for it.
+        # Comments at the callers say when it runs and what waits for it.
         self._order.launch(Launch(kind, lane, bucket.name, (read,), (written,)))
 
 
@@ -371,11 +372,11 @@ class Exact:
     """Adam when the norm is known."""
 
     waits_for_norm = True
-    """The gradient can still be clipped after backward."""
+    """True if the gradient can still be clipped after backward."""
     updates_in_backward = False
-    """Adam may run before the norm is known."""
+    """True if Adam may run before the norm is known."""
     follows_backward = False
-    """`grads_complete` launches operations."""
+    """True if `grads_complete` launches operations."""
     waiting: Collection[str] = ()
     """Blocks updated and not uploaded between two steps."""
 
@@ -383,14 +384,15 @@ class Exact:
         self._updates = updates
         self.waiting_for_graphs: list[str] = []
         """Blocks whose new weights are uploaded once no graph needs the old ones: see
-        `Program.graph_freed`. Always the same list."""
+        `Program.graph_freed`. Always the same list object."""
         self.version = 0
         """The version of the weights that compute reads, if there are two."""
         self._staged: dict[BucketRefs, Ref] = {}
-        """Bucket that was updated and not uploaded → where its new weights wait."""
+        """Updated bucket without upload → memory of its new weights."""
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
-        """Inside backward: the block's gradient of the step is complete and on its way to the host.
+        """Inside backward: the block's gradient of the step is complete and being copied to the
+        host.
 
         `early`: the decision if nothing is clipped or skipped.
         """
@@ -422,10 +424,10 @@ class Exact:
         """
 
     def flush(self) -> None:
-        """Between steps: upload waiting weights, so that the device has the newest ones."""
+        """Between steps: upload pending weights, so that the device has the newest weights."""
 
     def reset(self) -> None:
-        """Forget earlier updates: the whole state was set or loaded."""
+        """Forget earlier updates: the complete state was set or loaded."""
 
     def speculate(self, *, enabled: bool) -> bool:
         """In mode "speculative", between steps: allow guesses, or update as Exact does, with the
@@ -433,17 +435,17 @@ class Exact:
         return False
 
     def take_over(self, previous: Exact) -> None:
-        """Go on as `speculate` has set the mode of the layout before this one."""
+        """Adopt the setting of `speculate` from the mode of the previous layout."""
 
     def switch_version(self, *, to_previous: bool) -> None:
         """With two versions of the weights: let compute read the previous one or the newest."""
         raise UpdateError("there is one version of the weights")
 
     def detach_weights(self, order: Sequence[BlockRefs]) -> None:
-        """Prepare for weights that the caller sets apart from the state."""
+        """Prepare for weights that the caller sets separately from the state."""
 
     def defer(self, order: Sequence[BlockRefs]) -> None:
-        """In mode "delayed": let loaded masters wait as they did when they were saved."""
+        """In mode "delayed": let loaded masters stay pending, as they were when they were saved."""
         raise UpdateError("new weights wait in update mode 'delayed' only")
 
     def verify(self) -> None:
@@ -495,7 +497,7 @@ class Early(Exact):
         self._require_intact()
         self._used = self._used or early.hyperparameters
         # Adam runs during backward of the next blocks. Its weights wait on the host until step():
-        # an evaluation before it must see the old ones on the device.
+        # an evaluation before it must see the old weights on the device.
         # Matrices and experts are updated in step().
         for bucket in block[1]:
             if not (bucket.spec.matrices or bucket.spec.experts):
@@ -518,7 +520,7 @@ class Early(Exact):
         self._require_intact()
         used, self._used = self._used, None
         early = len(self._staged)
-        # Raised by `verify` once the step is done: Adam in place cannot be undone.
+        # Raised by `verify` once the step is complete: Adam in place cannot be undone.
         self._outdated = bool(used) and used != decision.hyperparameters
         self._apply(order, decision)
         return Speculation(buckets=early)
@@ -537,7 +539,7 @@ class Early(Exact):
         self._lost = self._lost or bool(self._staged)
 
     def before_masters_change(self) -> None:
-        # A step that was dropped is mended by the load of a checkpoint, which sets masters.
+        # After a dropped step, the load of a checkpoint repairs the state; it sets masters.
         if self._staged and not self._lost:
             raise UpdateError(
                 "weights or moments are set between backward and step(), after Adam has run inside "
@@ -562,7 +564,7 @@ class Early(Exact):
 class SpeculationPolicy:
     """Speculates as long as at least half of the recent guesses were, or would have been, right.
 
-    A right guess hides as much Adam as a wrong one wastes, so speculation pays above one half.
+    A right guess hides as much Adam as a wrong guess wastes, so speculation pays above one half.
     """
 
     WINDOW = 8
@@ -604,8 +606,8 @@ class Speculative(Exact):
             return
         self._used = self._used or early.hyperparameters
         update = Update(early.step, early.update.grad_scale, out_of_place=True)
-        # During backward of the next blocks, into the second copy: state and gradient stay as they
-        # are, in case the update must be repeated.
+        # During backward of the next blocks, into the second copy: state and gradient do not
+        # change, in case the update must be repeated.
         for bucket in block[1]:
             if bucket.has_second_copy:
                 self._staged[bucket] = self._updates.adam(bucket, update)
@@ -615,7 +617,7 @@ class Speculative(Exact):
             self._staged.pop(bucket, None)
 
     def gradients_changed(self) -> None:
-        # The guess was made for the gradients as they were.
+        # The guess was made for the unchanged gradients.
         self.drop()
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
@@ -647,11 +649,11 @@ class Speculative(Exact):
 
 
 class Delayed(Exact):
-    """Adam during the next step: one step of staleness, after `warmup_steps` exact ones.
+    """Adam during the next step: one step of staleness, after `warmup_steps` exact steps.
 
-    On a single rank, weights go up as soon as no graph needs the old ones. That depends on when the
-    user frees a graph. Ranks must gather weights in one order, so several ranks upload them at the
-    next step().
+    On a single rank, weights are uploaded as soon as no graph needs the old ones. That depends on
+    when the user frees a graph. Ranks must gather weights in the same order, so several ranks
+    upload them at the next step().
     """
 
     follows_backward = True
@@ -660,7 +662,7 @@ class Delayed(Exact):
         super().__init__(updates)
         self._warmup_steps = warmup_steps
         self._is_single = alone
-        self.waiting: dict[str, list[tuple[BucketRefs, Ref]]] = {}  # the forward's last one first
+        self.waiting: dict[str, list[tuple[BucketRefs, Ref]]] = {}  # last block of forward first
         self._begun = False
         """Some blocks have their new weights while backward goes on."""
 
@@ -680,20 +682,21 @@ class Delayed(Exact):
         if decision.step <= self._warmup_steps:
             return super().apply(order, decision)
         # Adam runs during the next forward and backward. Last block first: the next backward's
-        # copies down reuse the gradients' memory in that order, and wait until Adam has read it.
+        # copies to the host reuse the gradients' memory in that order, and wait until Adam has read
+        # it.
         if not decision.skipped:
             for name, buckets in self._ahead([*reversed(order)], decision):
                 self.waiting[name] = list(self._updated(buckets, decision))
         return Speculation()
 
     def drop(self) -> None:
-        """Give all blocks their new weights, as some may have theirs already."""
+        """Upload the new weights of all blocks, as some blocks may have theirs already."""
         self.waiting_for_graphs.clear()
         if self._begun:
             self.flush()
 
     def defer(self, order: Sequence[BlockRefs]) -> None:
-        # Last block first, as `apply` leaves them.
+        # Last block first, as in `apply`.
         self.waiting = dict(reversed(self._updates.defer(order).items()))
 
     def flush(self) -> None:
@@ -703,7 +706,7 @@ class Delayed(Exact):
         self._upload(list(reversed(self.waiting)))
 
     def _upload(self, blocks: Sequence[str]) -> None:
-        """Upload the updated weights of these blocks, which no graph needs the old ones of."""
+        """Upload the updated weights of these blocks, whose old weights no graph needs."""
         ended = [(name, [bucket for bucket, _ in self.waiting[name]]) for name in blocks]
         # The uploads wait until compute has read the old weights.
         self._updates.end_backward(ended)

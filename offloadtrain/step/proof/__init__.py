@@ -1,5 +1,5 @@
 """A program without a model: driven by typical events, proved free of races, timed.
 
-`recording.py` also takes down the calls of a real run, for the same proof. Start at `drive.py`,
+`recording.py` also converts the calls of a real run, for the same proof. Start at `drive.py`,
 then `prove.py` and `simulate.py`.
 """

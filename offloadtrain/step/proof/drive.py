@@ -26,14 +26,14 @@ def steps(
     parameter, no step skipped.
 
     Args:
-        clipped: every gradient is clipped, so that all speculation is wrong; else none.
-        input_bytes: what `activation` moves of a block that is recomputed; with "offload_saved" of
-            a repeated block, or any block if none is repeated.
+        clipped: every gradient is clipped, so that all speculation is wrong; otherwise none is.
+        input_bytes: bytes that `activation` moves per recomputed block; with "offload_saved" per
+            repeated block, or per block if none is repeated.
         saved: the steps after which a checkpoint is written.
         averaged: the steps after which a moving average of the weights is updated.
 
-    The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
-    `DECIDE`, where the norm is known.
+    The user's work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
+    `DECIDE`, at the point where the norm is known.
     """
     micro_steps = program.spec.config.grad_accum_steps
     done: Operations = []
@@ -70,10 +70,10 @@ def forward(program: Program, readings: Sequence[Reading], inputs: Inputs) -> Op
 def backward(
     program: Program, readings: Sequence[Reading], inputs: Inputs, step: int, *, last: bool
 ) -> Operations:
-    """Return the operations of a microbatch's backward, of a step counted from 1.
+    """Return the operations of a microbatch's backward; `step` is 1-based.
 
     Args:
-        last: it is the last one of the step.
+        last: this is the last microbatch of the step.
     """
     done: Operations = []
     blocks = {block.name: block for block in program.spec.blocks}
@@ -85,10 +85,10 @@ def backward(
         done += program.computes(Kind.BACKWARD, block.name, reads=reads, owner=reading.owner)
         done += inputs.drop(reading)
         if reading.again:
-            continue  # a tied weight has its whole gradient after its first reading's backward
+            continue  # a tied weight's gradient is complete after its first reading's backward
         delivered = {bucket.name: True for bucket in block.buckets}
         done += program.grads_ready(block.name, delivered, last=last)
-        # As the engine does: the first backward shows which blocks deliver as expected.
+        # As in the engine: the first backward shows which blocks deliver as expected.
         if last and step > 1:
             done += program.grads_complete(block.name, Decision(step))
             for name in tuple(program.mode.waiting_for_graphs):
@@ -97,13 +97,13 @@ def backward(
 
 
 def loads_outside(spec: StepSpec) -> Counter[str]:
-    """Return block → how often the slot outside of layers is loaded with it in a step of many."""
+    """Return block → number of its loads into the slot outside of layers, in a typical step."""
     outside = {block.name for block in spec.streamed_blocks if not block.repeated}
     unread, readings = unread_in_backward(spec), readings_of(spec.blocks)
     passes = [*readings, *(reading for reading in reversed(readings) if reading not in unread)]
     used = [reading.block for reading in passes if reading.block in outside]
     loads = Counter[str]()
-    # A step begins with new weights, a later microbatch with those that the one before has left.
+    # A step starts with new weights, a later microbatch with the block that the previous one left.
     for times, there in ((1, ""), (spec.config.grad_accum_steps - 1, "".join(used[-1:]))):
         for name in used:
             loads[name] += times if name != there else 0
@@ -116,17 +116,17 @@ def unread_in_backward(spec: StepSpec) -> frozenset[Reading]:
     their inputs are data, which gets no gradient."""
     ahead = takewhile(lambda block: block.leaf, spec.blocks)
     tables = [block.name for block in ahead]
-    # Without a list of layers the modules of the only one are leaves, too.
+    # Without a list of layers all modules are leaves.
     tables = tables if any(block.repeated for block in spec.blocks) else tables[:1]
     return frozenset(Reading(name) for name in spec.streamed.intersection(tables))
 
 
 class Inputs:
     """The inputs, or all saved tensors, of repeated blocks that are moved to the host until their
-    backward needs them. Nothing is launched for a reading that moves nothing."""
+    backward needs them. Launches nothing for a reading that moves nothing."""
 
     def __init__(self, program: Program, nbytes: int, numbers: Iterator[int] | None = None) -> None:
-        """`numbers`: names of inputs that no other one has; None: from 0."""
+        """`numbers`: unique numbers of inputs; None: from 0."""
         self._program = program
         self._nbytes = nbytes if program.spec.moves_inputs else 0
         self._numbers = numbers or count()
@@ -147,13 +147,13 @@ class Inputs:
         return self._program.activation_saved(self._saved[reading], self._nbytes, "uint8")
 
     def need(self, reading: Reading) -> Operations:
-        """Its backward is about to run."""
+        """The backward of a reading is about to run."""
         return (
             self._program.activation_needed(self._saved[reading]) if reading in self._saved else []
         )
 
     def drop(self, reading: Reading) -> Operations:
-        """Its graph was freed."""
+        """The graph of a reading was freed."""
         if reading not in self._saved:
             return []
         return self._program.activation_dropped(self._saved.pop(reading))

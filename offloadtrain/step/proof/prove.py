@@ -1,12 +1,12 @@
-"""Proof that a program of lanes has no race, whatever the speed of each lane.
+"""Proof that a program of lanes has no race, for every speed of the lanes.
 
 [Note: The proof]
-Every lane has a vector clock: the operations of each lane that are known to be done when its next
-operation starts. `record` takes a copy, `wait` merges it. Two accesses to common bytes, one of them
-a write, are ordered if the later one's clock has seen the earlier one. If not, some speed of the
-lanes runs them in the other order: a race. A step has no branch that depends on timing, so one
-program stands for all its interleavings. A deadlock cannot be written: an event exists once it is
-recorded, so every wait points back in the order of launch.
+Every lane has a vector clock: the operations of each lane that are known to be complete when its
+next operation starts. `record` copies it, `wait` merges it. Two accesses to common bytes, one of
+them a write, are ordered if the later one's clock includes the earlier one. If not, some speed of
+the lanes runs them in the other order: a race. A step has no branch that depends on timing, so one
+program represents all its interleavings. A deadlock cannot be written: an event exists once it is
+recorded, so every wait refers to an earlier launch.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class _Access:
     writes: bool
     lane: int
     time: int
-    """Position on its lane; of an open span, that of its beginning, as its end is not known."""
+    """Position on its lane; for an open span, that of its start, as its end is unknown."""
     name: str
     open: bool = False
     undefined: bool = False
 
 
 class _Memory:
-    """Accesses that a later one may conflict with, by page."""
+    """Accesses that a later access may conflict with, by page."""
 
     def __init__(self, page_bits: int) -> None:
         self._page_bits = page_bits
@@ -89,7 +89,7 @@ class _Proof:
     def __init__(self, page_bits: int) -> None:
         self.faults: list[Fault] = []
         self.clocks: list[Clock] = []
-        """The clock of each operation and each span's beginning, in the order of launch."""
+        """The clock of each operation and each span's start, in the order of launch."""
         self._lanes = [(0,) * len(_LANES) for _ in _LANES]
         self._thread: Clock = (0,) * len(_LANES)
         self._events: dict[int, Clock] = {}
@@ -102,7 +102,8 @@ class _Proof:
                 clock = self._advance(lane)
                 self.clocks.append(clock)
                 self._touch(lane, name, reads, writes, clock)
-            # The thread that records has seen what it waited for: the event stands for that too.
+            # The recording thread has seen everything that it waited for: the event covers that
+            # too.
             case Recorded(lane, event):
                 self._events[event] = _merged(self._lanes[_INDEX[lane]], self._thread)
             case Waited(lane, event, why):
@@ -111,7 +112,7 @@ class _Proof:
                     self.faults.append(
                         Fault("unrecorded", f"wait for an event never recorded: {why}")
                     )
-                # A wait of the launching thread orders all that it launches later, on every lane.
+                # A wait of the launching thread orders all of its later launches, on every lane.
                 elif lane is None:
                     self._thread = _merged(self._thread, recorded)
                 else:
@@ -166,8 +167,8 @@ class _Proof:
             conflict = (access.writes or other.writes) and not other.undefined
             if conflict and other.lane != access.lane and not _before(other, clock):
                 self._fault("race", access, f"is not ordered after '{other.name}'")
-        # A write that covers an access and is ordered after it stands for it: what is ordered
-        # after the write is ordered after both. Only the write is kept.
+        # A write that covers an access and is ordered after it replaces it: accesses ordered
+        # after the write are ordered after both. Only the write is stored.
         if access.writes:
             self._memory.remove(
                 e
@@ -185,13 +186,13 @@ class _Proof:
 
 
 def prove(program: Iterable[Entry]) -> list[Fault]:
-    """Find every race, uninitialised read, wait for nothing and unclosed span of a recorded
+    """Return every race, uninitialised read, wait without an event and unclosed span of a recorded
     program."""
     return _proof(program).faults
 
 
 def prove_operations(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> list[Fault]:
-    """Find the same in a rank's program that was not run, at its real size."""
+    """Return the faults of a rank's program that was not run, at its real size."""
     return _proof(trace(spec, operations, rank), APART_BITS).faults
 
 
@@ -209,7 +210,7 @@ def _proof(program: Iterable[Entry], page_bits: int = _PAGE_BITS) -> _Proof:
 
 
 def _before(access: _Access, clock: Clock) -> bool:
-    """Tell whether an access has ended when an operation with this clock starts."""
+    """Return True if an access has ended when an operation with this clock starts."""
     return not access.open and clock[access.lane] >= access.time
 
 

@@ -1,11 +1,11 @@
-"""The calls to the lanes, one by one: of a real run, or of a program that was not run.
+"""The calls to the lanes, in order: of a real run, or of a program that was not run.
 
 The recorder of a real run writes these entries with the addresses of its memory. `trace` writes
-them for the operations of a program, at addresses of its own. `prove` takes both.
+them for the operations of a program, at artificial addresses. `prove` takes both.
 
 A write orders an operation after every earlier access, so a launch does not declare reads of the
-memory that it writes. `read_in_place` returns these for the prover: a sum over memory that nothing
-has filled is wrong in any order.
+memory that it writes. `read_in_place` returns these for the prover: a sum over memory that was not
+written is wrong in any order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_in_place(op: Launch, *, ranks: int, rank: int) -> tuple[Ref, ...]:
             return tuple(_shard(ref, ranks, rank) for ref in op.writes)
         case Kind.ACCUMULATE | Kind.MARK if not op.first:
             return op.writes[:1]
-        # The matrix; its workspace, which comes second, may hold anything.
+        # The matrix; its workspace, which comes second, may have any contents.
         case Kind.ORTHOGONALIZE:
             return op.writes[:1]
         case Kind.DIRECTION | Kind.ADAM if op.update and not op.update.out_of_place:
@@ -87,7 +87,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Event number `event` stands for all that was launched on the lane before."""
+    """Event number `event` represents everything that was launched on the lane before."""
 
     lane: Lane
     event: int
@@ -95,7 +95,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Launches on the lane (None: by the launching thread, on all lanes) from here on start after
+    """Launches on the lane (None: launches of this thread on all lanes) from here on start after
     the event."""
 
     lane: Lane | None
@@ -131,12 +131,12 @@ Entry = Launched | Recorded | Waited | Opened | Closed | Undefined
 
 
 APART_BITS = 40
-"""Pieces of memory of a traced program begin 2^40 bytes from each other."""
+"""Separate pieces of memory of a traced program start 2^40 bytes apart."""
 
 
 def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> list[Entry]:
     """Record a rank's program as if it had been run, with memory that nothing else shares. The
-    reads of an entry include what the operation reads of the memory that it writes."""
+    reads of an entry include the reads of the memory that the operation writes."""
     entries: list[Entry] = []
     numbers: dict[Event, int] = {}
     at = _Addresses(spec)
@@ -144,7 +144,7 @@ def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> lis
     for op in operations:
         match op:
             case Launch():
-                # Of operations without a bucket (block inputs) all ranks'.
+                # Operations without a bucket (block inputs) belong to all ranks.
                 ranks = sharing.get(op.owner, spec.ranks)
                 sharing_rank = rank * ranks // spec.ranks
                 needed = (*op.reads, *read_in_place(op, ranks=ranks, rank=sharing_rank))
@@ -165,12 +165,12 @@ def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> lis
 
 
 def allocated(memory: Bytes) -> list[Entry]:
-    """Return the entries of an allocation: a write on compute whose values nobody may read."""
+    """Return the entries of an allocation: a write on compute whose values must not be read."""
     return [Launched(Lane.COMPUTE, "allocate", (), (memory,)), Undefined(memory)]
 
 
 class _Addresses:
-    """Gives every piece of memory its own addresses; what shares a slot shares them."""
+    """Assigns addresses to every piece of memory; buffers in the same slot share addresses."""
 
     def __init__(self, spec: StepSpec) -> None:
         self._table = buffer_table(spec)

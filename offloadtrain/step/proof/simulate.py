@@ -25,10 +25,10 @@ Seconds = Callable[[Launch], float]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A launch, which starts when its lane has done those before it, and those of `after` are done.
+    """A launch, which starts after all earlier launches of its lane, and the launches of `after`.
 
     Attributes:
-        after: positions in the sequence of launches.
+        after: indices in the sequence of launches.
     """
 
     op: Launch
@@ -36,10 +36,10 @@ class Timed:
 
 
 def timed(operations: Iterable[Operation]) -> list[Timed]:
-    """Return the launches, each with those that its waits put before it.
+    """Return the launches, each with the launches that its waits order before it.
 
-    Compute is the launching thread, as on lanes of threads: nothing is launched before the compute
-    in front of it is done.
+    Compute is the launching thread, as on thread lanes: nothing is launched before the preceding
+    compute has run.
     """
     launches: list[Timed] = []
     thread: set[int] = set()
@@ -51,7 +51,7 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
             case Launch():
                 launches.append(Timed(op, tuple(sorted(thread | waits[op.lane]))))
                 latest[op.lane] = len(launches) - 1
-                # A lane runs in order: what this launch waited for is before its later ones too.
+                # A lane runs in order: the awaited launches also precede its later launches.
                 waits[op.lane] = set()
                 if op.lane is Lane.COMPUTE:
                     thread = {latest[op.lane]}
@@ -66,7 +66,7 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
 
 
 LINKS: Mapping[str, str] = {Lane.DISK_LOAD: Lane.DISK_READ, Lane.DISK_READ: Lane.DISK_READ}
-"""Lane → the lane whose link it shares. One operation at a time has a link."""
+"""Lane → the lane whose link it shares. A link serves one operation at a time."""
 
 Simulated = list[tuple[float, int | None]]
 """The end of each launch, in seconds from the start, and the launch that it waited for last."""
@@ -88,8 +88,8 @@ def simulated(program: Sequence[Timed], seconds: Seconds) -> Simulated:
 
 
 class _Sharing:
-    """Lanes that share a link: it goes to the operation that has been ready for longest. That order
-    is not the order of launch, so the next operation to start is looked for among all lanes."""
+    """Lanes that share a link: the link serves the operation that has been ready for longest. This
+    is not the order of launch, so the next operation is chosen among all lanes."""
 
     def __init__(self, program: Sequence[Timed], seconds: Seconds) -> None:
         self._program, self._seconds = program, seconds
@@ -99,9 +99,9 @@ class _Sharing:
         for number, launch in enumerate(program):
             self._left.setdefault(launch.op.lane, deque()).append(number)
         self._latest: dict[str, int] = {}
-        """Lane, and link → the last launch that has had it."""
+        """Lane, or link → its last launch."""
         self._ready: dict[Lane, tuple[float, int | None]] = {}
-        """Lane → when its next launch is ready, and what that waited for last."""
+        """Lane → time when its next launch is ready, and the launch that it waited for last."""
 
     def run(self) -> Simulated:
         for _ in self._program:
@@ -116,7 +116,7 @@ class _Sharing:
         return [(end or 0.0, before) for end, before in zip(self._ends, self._before, strict=True)]
 
     def _starts(self) -> Iterator[tuple[float, float, int, int | None]]:
-        """Yield (start, ready, number, awaited) of each lane's next launch that can be told."""
+        """Yield (start, ready, number, awaited) of each lane's next launch whose start is known."""
         for lane, left in self._left.items():
             if not left:
                 continue
@@ -135,13 +135,13 @@ class _Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """One step of many.
+    """A typical step.
 
     Attributes:
-        busy: lane → seconds of work. No schedule is faster than the busiest one, or than all lanes
+        busy: lane → seconds of work. No schedule is faster than the busiest lane, or than all lanes
             of a link.
         exposed: lane → seconds that compute waited for work of this lane.
-        launches: of the program, on all lanes.
+        launches: number of launches on all lanes.
     """
 
     seconds: float
@@ -151,7 +151,7 @@ class Steady:
 
 
 def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
-    """Return lane → bytes that its operations write in a step of many."""
+    """Return lane → bytes that its operations write in a typical step."""
     program = timed(steps(Program(spec), _SETTLED))
     decided = [number for number, entry in enumerate(program) if entry.op.kind is Kind.DECIDE]
     moved_bytes: dict[Lane, int] = {}
@@ -163,15 +163,15 @@ def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
 
 
 _SETTLED, _MOST_STEPS = 4, 64
-"""Steps after which, as a rule, every one takes the same time; the most that are simulated until
-they do."""
+"""Number of steps after which steps usually take equal time; maximum number of steps that are
+simulated until they do."""
 
 
 def steady(
     spec: StepSpec, seconds: Seconds, input_bytes: int = 0, *, clipped: bool = False
 ) -> Steady:
-    """Simulate a step in the long run, the mean of those that repeat; in update mode "delayed",
-    one after its warm-up.
+    """Simulate steps in the long run and return the mean of a period; in update mode "delayed",
+    after its warm-up.
 
     Args:
         input_bytes, clipped: see `drive.steps`.
@@ -196,7 +196,7 @@ def _mean(
     period: int,
     ends: int,
 ) -> Steady:
-    """Return the mean of so many steps of a simulated program; `ends`: the index of the last one
+    """Return the mean of `period` steps of a simulated program; `ends`: index of the last of them
     among all steps, negative: from the end."""
     decided = [number for number, entry in enumerate(program) if entry.op.kind is Kind.DECIDE]
     first, last = decided[ends - period] + 1, decided[ends]
@@ -208,8 +208,8 @@ def _mean(
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op) / period
         if op.lane is not Lane.COMPUTE:
             continue
-        # What passed between `ready` and its start is exposed time of the lanes that worked in it,
-        # back along what each launch waited for.
+        # The time between `ready` and its start is exposed time of the lanes that worked then,
+        # following the launches that each launch waited for.
         cause = times[number][1]
         while cause is not None and times[cause][0] > ready:
             end, before = times[cause]
@@ -224,7 +224,7 @@ def _mean(
 
 
 def _are_alike(first: Steady, other: Steady) -> bool:
-    """Tell whether two steps take the same time, exposed time of each lane included."""
+    """Return True if two steps take equal time, including the exposed time of each lane."""
     least = 1e-9 * max(first.seconds, other.seconds)
     waits = [
         (first.exposed.get(lane, 0.0), other.exposed.get(lane, 0.0))

@@ -29,6 +29,18 @@ class Normed(Layer):
         return super().forward(self.statistics(x))
 
 
+class Starting(Normed):
+    """In its first forward the running mean stays zero, and the variance does not stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x if self.calls > 1 else x * 0)
+
+
 class Iterating(Layer):
     """A power iteration: the output depends on a buffer that it changes in place."""
 
@@ -233,7 +245,7 @@ def train(
 
 
 LAYER_KINDS = [
-    *(Normed, Iterating, Following, Growing, Drawing, Paired, Dropped, Counting, Holding)
+    *(Normed, Starting, Iterating, Following, Growing, Drawing, Paired, Dropped, Counting, Holding)
 ]
 
 

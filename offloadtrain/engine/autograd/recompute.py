@@ -41,7 +41,8 @@ among the attributes are changed in place (running statistics, power iterations)
 torch do so unseen by version counters, and the second run may read them. Those that a forward
 changes are therefore copied before its first run; the second run gets a copy of that copy. Which
 ones these are shows in the first forward in each combination of train and eval modes and of
-attributes, in which all are copied and compared. A tensor inside of another object has no copy:
+attributes, in which all are copied and compared: those of each module that changes any. A tensor
+inside of another object has no copy:
 the forward that changes it raises an error.
 """
 
@@ -296,7 +297,9 @@ class BufferChanges:
         modes, copied = copies
         if modes not in self._changing:
             # Waits for the device, once in each combination of modes.
-            copied = [saved for saved in copied if saved.differs()]
+            # With all of the same module: the value of one may happen to stay.
+            owners = {id(saved.place.buffers) for saved in copied if saved.differs()}
+            copied = [saved for saved in copied if id(saved.place.buffers) in owners]
             self._changing[modes] = [saved.place for saved in copied]
         return copied
 

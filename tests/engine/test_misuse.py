@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import offloadtrain as ot
 from offloadtrain.engine import EngineError, GradientError, ModelError, StaleGraphError
@@ -92,16 +93,30 @@ def test_models_that_cannot_be_trained_are_refused(case: str) -> None:
     assert before == {n: p.data_ptr() for n, p in net.named_parameters() if case != "lazy"}
 
 
-@pytest.mark.parametrize("kind", [nn.RReLU, partial(nn.Embedding, 4, 2, max_norm=1.0)])
+class Leaky(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x) + 1
+
+    def draw(self, x: Tensor) -> Tensor:
+        return F.rrelu(x, training=True)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind", "message"),
+    [
+        ("recompute", nn.RReLU, "'0.1' .RReLU. calls rrelu"),
+        ("recompute", Leaky, "'0.1' .Leaky. calls rrelu"),
+        ("offload_saved", Leaky, "'0.1' .Leaky. calls rrelu"),
+        ("recompute", partial(nn.Embedding, 4, 2, max_norm=1.0), "'0.1' is an Embedding with max"),
+    ],
+)
 def test_layers_that_do_not_run_again_as_they_ran_are_refused(
-    kind: Callable[[], nn.Module],
+    activation: Any, kind: Callable[[], nn.Module], message: str
 ) -> None:
-    """torch's own checkpoint trains them with other gradients, and says nothing."""
+    """torch's own checkpoint and hooks train them with other gradients, and say nothing."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), kind()) for _ in range(3)))
-    with pytest.raises(
-        ModelError, match=r"'recompute' and '0\.1' is an (RReLU|Embedding with max)"
-    ):
-        ot.offload(net, device="cpu", activation="recompute")
+    with pytest.raises(ModelError, match=f"'{activation}' and .*{message}"):
+        ot.offload(net, device="cpu", activation=activation)
     ot.offload(net, device="cpu", activation="recompute", recompute_blocks=0).close()
 
 

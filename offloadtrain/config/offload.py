@@ -298,8 +298,7 @@ class ActivationOptions(OptionGroup):
 
     @property
     def recomputes(self) -> bool:
-        """True if backward recomputes the forward of repeated blocks, of all or the first of
-        them."""
+        """True if backward recomputes the forward of all or the first repeated blocks."""
         modes = ("recompute", "selective", "offload")
         return self.mode in modes and self.recompute_blocks != 0
 

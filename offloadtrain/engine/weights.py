@@ -97,8 +97,7 @@ def adopt_weights(
             _agree_on([p for p in new if division.sharers(p) is sharers], sharers.everyone)
         if not division.parts.is_single:
             undivided = {name: p for p, name in new.items() if not is_divided(p)}
-            # Compared, not overwritten: a module may divide itself without DTensors, which is
-            # detected here.
+            # Only compared, because a module may divide itself without DTensors: detect this.
             values = [local(tensor.detach()) for tensor in undivided.values()]
             division.check_same_weights([*undivided], _checksums(values))
         if part.module in block_of:

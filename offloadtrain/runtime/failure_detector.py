@@ -1,6 +1,7 @@
 """The processes of one job, started by torchrun or a scheduler: their ranks, their store, and the
 detection of failed ranks.
 
+[Note: Who failed]
 If a rank dies, the others wait in a collective, for minutes or forever. Each rank
 therefore has a thread that checks twice a second, through the store and not through collectives:
 whether a failing rank has written an error; whether processes of the same host have ended; whether

@@ -110,8 +110,8 @@ BAD_ARGUMENTS: list[tuple[list[str], int, str]] = [
     (["tui", LONG, "--once"], 2, "not there"),
     (["status", HOSTILE], 2, "not there"),
     (["tui", HOSTILE, "--once"], 2, "not there"),
-    (["trace", LONG], 2, "not a run folder"),
-    (["trace", HOSTILE], 2, "not a run folder"),
+    (["trace", LONG], 2, "not there"),
+    (["trace", HOSTILE], 2, "not there"),
 ]
 ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     ({"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x'"),

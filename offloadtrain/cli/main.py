@@ -40,9 +40,9 @@ class _OnUse:
 
 
 _NO_DEFAULT = ('""', "()", "False")
-"""Defaults that are not shown: an option that is not given."""
+"""Defaults that mean "not given", which help does not show."""
 _SAYS_DEFAULT = re.compile(r"\b[Dd]efault[: ]")
-"""In the text of an option that says its default, of which the value says less."""
+"""Matches option texts that explain their default: help does not show the value as well."""
 
 
 class _Unbroken(_OnUse):

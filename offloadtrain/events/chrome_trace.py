@@ -33,8 +33,8 @@ def read_run(folder: Path) -> list[Record]:
     """Return the records of all ranks.
 
     Raises:
-        ConfigError: nothing is there.
-        TraceError: it is not the folder of a run, or no step of it has been sampled.
+        ConfigError: the path does not exist.
+        TraceError: the folder is not a run folder, or no step of the run was sampled.
     """
     require_path(folder)
     logs = sorted((folder / "events").glob("rank*.jsonl")) if os.path.isdir(folder) else []

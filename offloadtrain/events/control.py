@@ -30,14 +30,14 @@ _SETTLED_S = 0.1
 
 
 class RequestError(InputError):
-    """The request cannot be made."""
+    """The request cannot be sent."""
 
 
 def send(run: Path, action: str, message: str = "") -> str:
     """Send a request to the run in this folder; return its id, which its answers have.
 
     Raises:
-        RequestError: there is no such action, a note has no text, or the folder cannot be written.
+        RequestError: the action is unknown, a note has no text, or the folder cannot be written.
     """
     if action not in ACTIONS:
         raise RequestError(f"'{action}' is not one of {', '.join(ACTIONS)}")

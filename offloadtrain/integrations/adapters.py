@@ -1,8 +1,8 @@
 """PEFT models under offload: adapters attached, saved, and merged into their base.
 
-`write_model` saves any model of transformers, with adapters or without. Everything about adapters
-is PEFT's own code; what is here gives it master weights, one layer at a time, where it would read
-the model's.
+`write_model` saves any model of transformers, with adapters or without. All work on adapters is
+done by PEFT; this module gives it master weights, one layer at a time, where PEFT would read the
+model's weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 """Short name → the name of `LoraConfig`."""
 
 PREFIX = "base_model.model."
-"""Of the base model's names in a PEFT model."""
+"""Prefix of parameter names of the base model in a PEFT model."""
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -93,14 +93,14 @@ def write_model(
     merge: bool,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a model of transformers; of a PEFT model its adapters alone, which
-    `PeftModel.from_pretrained` loads.
+    """Write a model of transformers. Of a PEFT model only the adapters are written, as
+    `PeftModel.from_pretrained` loads them, unless `merge` is set.
 
     Args:
-        model: may be on the meta device: its names and shapes are used, and its configuration.
-        weights: of all parameters, by the model's names; those that are trained in fp32.
-        buffers: of the base model, by its names.
-        merge: of a PEFT model, write its base with the active adapters merged in.
+        model: may be on the meta device: only its names, shapes and configuration are used.
+        weights: (name, weights) of all parameters; trained ones in fp32.
+        buffers: buffers of the base model, by its names.
+        merge: write the base of a PEFT model with its active adapters merged in.
 
     Raises:
         ModelError: adapters that cannot be merged.
@@ -136,7 +136,7 @@ def _write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype
 
 
 def _bare(model: Any) -> Any:
-    """Return the base model as it was before PEFT wrapped it, on the meta device."""
+    """Return the base model as before PEFT wrapped it, on the meta device."""
     base = model.get_base_model()
     with torch.device("meta"):
         empty = type(base)(copy.deepcopy(base.config))
@@ -146,8 +146,8 @@ def _bare(model: Any) -> Any:
 
 
 def _merged_weights(model: Any, weights: Named) -> Named:
-    """Yield the base model's weights with its active adapters merged in, in fp32, under the names
-    of `_bare(model)`. Holds one layer at a time.
+    """Yield the base model's weights with its active adapters merged in, in fp32, with the names
+    of `_bare(model)`. Only one layer is in memory at a time.
 
     Raises:
         ModelError: PEFT cannot merge these adapters, or the base is quantized.

@@ -379,4 +379,4 @@ _RULES: dict[str, Callable[[Any], UpdateRule]] = {
     "sgd": lambda args: SGD(lr=args.learning_rate),
     "adagrad": lambda args: Adagrad(lr=args.learning_rate),
 }
-"""`optim` → its update rule."""
+"""Value of `optim` → its update rule."""

@@ -110,7 +110,8 @@ def config_of(values: Mapping[str, Any]) -> Any:
 
 
 def empty_model(config: Any, lora: Lora | None) -> Any:
-    """Return the model of a configuration, with adapters, on the meta device. Draws nothing."""
+    """Return the model of a configuration on the meta device, with its adapters. Changes no random
+    state."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -151,7 +152,7 @@ def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:
 
 
 def _with_adapters(model: Any, lora: Lora) -> Any:
-    """Raises ConfigError: PEFT finds no such layers, or is not installed."""
+    """Attach adapters; raise ConfigError if PEFT finds no such layers, or is not installed."""
     keys: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout}
     if lora.target_modules:
         keys["target_modules"] = list(lora.target_modules)
@@ -192,7 +193,7 @@ def build(
     model = lm.module
     if mesh is not None and mesh.tensor is not None:
         divide_matrices(model, mesh.tensor, weights)
-    # Kernels of a job come before the engine replaces forwards.
+    # A job's kernels are attached before the engine replaces forwards.
     if hf.use_liger_kernel:
         from transformers.integrations.liger import apply_liger_kernel
 

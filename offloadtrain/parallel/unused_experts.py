@@ -40,7 +40,7 @@ OTHERS = -1
 
 
 class SkipError(InputError, ValueError):
-    """`skip_unused` names what cannot be skipped."""
+    """`skip_unused` names parameters that cannot be skipped."""
 
 
 @dataclass(slots=True)

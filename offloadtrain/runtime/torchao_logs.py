@@ -1,7 +1,7 @@
-"""Two log messages of every import of torchao, which transformers imports too.
+"""Hides two log messages of every import of torchao, which transformers imports too.
 
-They are not for users: an extension of torchao for other GPUs was not loaded, and torch will one
-day refuse a call of torchao's. All else that both loggers say goes on.
+Users can do nothing about them: an extension of torchao for other GPUs was not loaded, and torch
+has deprecated a function that torchao calls. Other messages of both loggers are shown.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 
 _DROPPED = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
-"""Logger → how its message begins, before its arguments are filled in."""
+"""Logger → beginning of its message, before arguments are formatted."""
 
 
 def drop_import_messages() -> None:
-    """Drop both from now on. A repeated call changes nothing."""
+    """Hide both messages from now on. Idempotent."""
     for name in _DROPPED:
         logging.getLogger(name).addFilter(_is_shown)
 

@@ -1,7 +1,7 @@
-"""One check per function: facts in; PASS, WARN, FAIL or SKIP out. Checks probe nothing themselves.
+"""One check per function, from facts to a `Status`. Checks measure nothing themselves.
 
-WARN: training works, but slower or smaller than possible. FAIL: it does not work. SKIP: it was not
-looked at.
+WARN: training works, but slower or with less memory than possible. FAIL: it does not work. SKIP: it
+was not measured.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 Where a limit refuses memory (`ulimit -v`), some libraries end the process instead of raising an
 error: OpenMP exits if it gets no thread, others abort or dereference a null pointer. Under such a
 limit the command therefore runs in a child. Its parent has loaded only the standard library,
-forwards signals, ends as the child does, and prints one line if the child ended without a message.
+forwards signals, ends as the child does, and prints one line that says why if the child could not.
 
 [Note: A witness]
 A terminal, `kill -TERM -PGID` and `timeout` signal all processes of a group, including the child.

@@ -62,8 +62,8 @@ def of_error(error: BaseException) -> int:
 
 @contextmanager
 def ends_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, as Ctrl-C does. Training uses other
-    handlers."""
+    """Context in which SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does. Training uses
+    other handlers."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)

@@ -378,7 +378,7 @@ def launch(
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Start processes with these signals blocked, until the processes handle them."""
+    """Context in which new processes start with signals blocked, until they handle these."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         yield

@@ -69,8 +69,8 @@ def attach(model: nn.Module, config: Any) -> Any:
 
 @contextmanager
 def _standing_in(model: nn.Module) -> Iterator[None]:
-    """Give meta parameters one element of host memory inside, since PEFT creates adapters on the
-    device of the base model's weights."""
+    """Context in which meta parameters have one element of host memory, since PEFT creates adapters
+    on the device of the base model's weights."""
     swapped = [param for param in model.parameters() if param.is_meta]
     for param in swapped:
         element = torch.zeros((), dtype=param.dtype, device="cpu")

@@ -76,7 +76,7 @@ class CausalLm:
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence; far beyond any for models without a limit (recurrent layers)."""
+        """Longest sequence in tokens; 2^40 for models without a limit (recurrent layers)."""
         text = self.module.config.get_text_config()
         return int(getattr(text, "max_position_embeddings", None) or 1 << 40)
 

@@ -76,7 +76,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Return the content of a file; its tensors are memory-mapped, without a second copy.
 
     Raises:
-        CheckpointError: the file has changed. (`torch.load` ignores its checksums.)
+        CheckpointError: the file is damaged; its checksums, which torch ignores, are verified here.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -109,7 +109,7 @@ class _Pending:
         self.targets, self.total = shifted, None
 
     def on_head(self, hidden: Tensor) -> Tensor:
-        """Replace the head's forward, inside which alone its weight is available."""
+        """Replace the head's forward, since its weight is available only during that forward."""
         if self.targets is None:
             logits: Tensor = self.head_forward(hidden)
             return logits

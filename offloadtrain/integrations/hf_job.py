@@ -219,9 +219,9 @@ def build(
 def whole_model(
     hf: HfModel, *, seed: int, terms: LossTerms | None
 ) -> tuple[CausalLm, DeferredWeights | None]:
-    """Return the whole model in training mode, with its adapters, and what fills the modules that a
-    rank keeps; None: it has its weights. The loss in parts is left to the caller: `chunk_loss`
-    refers to the head, which not every rank keeps. The arguments are those of `build`.
+    """Return (complete model in training mode, with its adapters; object that fills modules with
+    weights on demand, None if the model has its weights). The caller must apply `chunk_loss`, which
+    needs the head: not every rank keeps it. The arguments are those of `build`.
 
     Raises:
         ConfigError, CausalLmError: as in `build`.

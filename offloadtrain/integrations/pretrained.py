@@ -115,8 +115,8 @@ def from_pretrained(
 def deferred_model(
     folder: Path, auto_class: str | type | None = None
 ) -> tuple[Any, DeferredWeights | None]:
-    """Return (model on the meta device, the object whose `fill` reads its weights on demand); None
-    instead of the latter if the model was loaded completely. Raises ModelError as
+    """Return (model on the meta device, the object whose `fill` reads its weights on demand), or
+    (model with its weights, None) if the model had to be loaded completely. Raises ModelError as
     `from_pretrained`."""
     keywords = {"trust_remote_code": False, "local_files_only": True}
     with reading(folder):
@@ -126,8 +126,8 @@ def deferred_model(
 
 @contextmanager
 def reading(folder: str | Path) -> Iterator[None]:
-    """Check a folder, and name it in whatever transformers raises while it reads it: files of
-    others make it raise errors of any class.
+    """Check a folder, and turn errors that transformers raises inside into a ModelError that names
+    it: untrusted files make transformers raise errors of any class.
 
     Args:
         folder: a folder, or a name on the Hub, which is not checked.

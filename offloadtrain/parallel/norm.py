@@ -89,8 +89,8 @@ class DividedNorm:
         return measured
 
     def agree_on_names(self) -> None:
-        """Exchange the names of all stages' parameters, once. It runs before the first step: during
-        the exchange of the first squares all stages would wait for the last one.
+        """Exchange the names of all stages' parameters, once: before the first squares. A pipeline
+        without flushes calls it at its creation, since all stages wait for the last one here.
 
         Raises:
             RankError: a parameter is in two stages, or processes have different numbers of stages.

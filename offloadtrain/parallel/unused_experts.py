@@ -30,7 +30,7 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Launch
 
 _UPDATES_KEPT = 4
-"""Number of updates that may be in a native queue: the next step's weights need this one's."""
+"""Updates whose layouts stay alive; fewer are queued: a step waits for weights of earlier ones."""
 
 _LASTING = (Memory.WORKING, Memory.DEVICE_SHARD, Memory.PENDING)
 """Memories that contain the new weights of a bucket until its next update."""
@@ -115,7 +115,7 @@ class Experts:
                 used[first : first + count].logical_or_(marks)
 
     def _note(self, delivered: Sequence[tuple[Slot, Tensor]], *, first: bool) -> None:
-        """Record which unstacked experts have received a gradient; not a device operation."""
+        """Record which unstacked experts have a gradient, which only the training thread knows."""
         if first:
             self.delivered.clear()
         here = {slot for slot, _ in delivered}

@@ -124,7 +124,7 @@ def tui(
 
 
 def _settings(app: Monitor, theme: str, *, of_user: bool) -> settings.Settings:
-    """Return the user's settings or the defaults, with this theme; exit if they are invalid."""
+    """Return the user's settings or the defaults, with this theme; raise ConfigError if invalid."""
     file, themes = settings.path(), sorted(app.available_themes)
     if theme and theme not in themes:
         raise ConfigError(f"--theme {theme}: choose one of {', '.join(themes)}")

@@ -155,7 +155,7 @@ _MARKS = (("▾", "checkpoint"), ("▸", "start"), ("✗", "skipped, or not fini
 
 
 def help_page(start: schema.RunStarted | None) -> Text:
-    """Return the help page, with the run's names of lanes; 25 lines, to fit a small terminal."""
+    """Return the help page, with the run's names of lanes. A terminal of 24 lines shows most."""
     text = Text()
     for title, lines in (("Keys", _KEYS), ("Words", _WORDS)):
         text.append(f"{title}\n", "bold")

@@ -32,7 +32,7 @@ def watch(
     size: tuple[int, int] = SIZE,
     every_s: float = EVERY_S,
 ) -> Watch:
-    """Watch a run from a notebook. As the last line of a cell, it displays an image of the run.
+    """Watch a run from a notebook. As a cell's last line, it displays an image that follows it.
 
     Args:
         run: a run folder, a folder of runs (selects the newest), or an event file.

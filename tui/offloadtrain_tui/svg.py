@@ -52,7 +52,7 @@ def write(path: Path, svg: str) -> None:
     """Write a picture, SVG or PNG by its name.
 
     Raises:
-        ConfigError: it cannot be written, or its name ends in something else.
+        ConfigError: the name has another suffix, or the conversion to PNG is impossible or fails.
     """
     if path.suffix == ".svg":
         path.write_text(svg)

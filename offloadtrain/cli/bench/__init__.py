@@ -1,5 +1,5 @@
 """Benchmarks of `offloadtrain bench` on a user's machine: CPU Adam, a step, ranks, and a drive.
 
-Each alternates its cases in one process, and records the machine. Start at `adam.py`; the rounds
-are in `rounds.py`.
+Each alternates its cases, and records the machine. Start at `adam.py`; the rounds are in
+`rounds.py`.
 """

@@ -51,7 +51,7 @@ def measure(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads inside."""
+    """Context in which torch computes with `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -61,7 +61,7 @@ MILLISECONDS = {
     Kind.LOAD: 5.0,
     Kind.PUBLISH: 1.0,
 }
-"""Paced times of a block's operations, for a machine with a host as fast as its device."""
+"""Paced times of a block's operations, for a machine whose host keeps up with its device."""
 
 WARM_STEPS = 3
 WIDTH = 1024

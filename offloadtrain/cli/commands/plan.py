@@ -263,7 +263,7 @@ def _run_tokens(job: Config, tokens: str, data: str, epochs: float) -> int:
 def _planned(
     config: Config, name: str, target: Machine, ranks: int, *, compare: bool
 ) -> tuple[Plan, Sequence[Change], Trace | None]:
-    """Plan a job; return (plan, changes that make it fit, trace of its model)."""
+    """Plan a job; return (plan, changes that make it fit if it does not, trace of its model)."""
     from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import suggest
 

@@ -77,7 +77,7 @@ def train(
     if rank_info.size > 1:
         # Otherwise torch prints forty lines of C++ for each rank that has ended.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # With several ranks, only rank 0 or the launcher reports keys changed by overrides.
+    # With several ranks, only rank 0 reports keys changed by overrides; its launcher is silent.
     says = rank_info.rank == 0 and (nproc == "1" or dry_run)
     config = jobs.load(path, overrides, say_on_stderr if says else lambda line: None)
     if rank_info.size > 1:

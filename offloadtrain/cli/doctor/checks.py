@@ -25,7 +25,7 @@ _LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA major version → oldest driver branch for its minor versions (NVIDIA's release notes)."""
 
 _LAST_OF_DEFAULT = (7, 5)
-"""Oldest card with kernels in builds of torch 2.11 and newer for CUDA after 12.6."""
+"""Lowest compute capability in builds of torch 2.11 and newer for CUDA after 12.6."""
 
 _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 

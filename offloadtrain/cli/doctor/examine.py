@@ -1,4 +1,4 @@
-"""The examination of a machine: checks of facts, then of measurements; collects both."""
+"""Examines a machine: collects facts and checks them, then measures rates and checks these."""
 
 from __future__ import annotations
 

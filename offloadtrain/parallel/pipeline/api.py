@@ -101,8 +101,8 @@ def pipeline(
     least as many microbatches as stages.
 
     Raises:
-        PipelineError: the model cannot be cut into these stages, or the schedule cannot divide the
-            numbers.
+        PipelineError: the model cannot be cut into these stages, or the schedule does not support
+            these numbers of stages and microbatches, or an option.
         RankError: processes have different models, options or schedules.
         ModelError, HostMemoryError, DeviceMemoryError, ValueError, TypeError: as in `offload`.
     """

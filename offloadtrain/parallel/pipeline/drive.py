@@ -65,8 +65,8 @@ def rank_order(
 
 
 def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Iterator[OfStage]:
-    """Yield forwards and backwards of a step of interleaved 1F1B in torch's order: in rounds of as
-    many microbatches as there are ranks, each of which passes through all stages of the rank."""
+    """Yield forwards and backwards of a step of interleaved 1F1B in torch's order: in rounds of
+    about `ranks` microbatches, which all run on one of the rank's stages before the next one."""
     each = microbatches // max(1, microbatches // ranks)
     total = per_rank * microbatches
     ahead = min((per_rank - 1) * each + 2 * (ranks - 1 - rank), total)

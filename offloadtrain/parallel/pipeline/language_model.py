@@ -43,7 +43,7 @@ class PipelinedModel:
         """Run forward and backward of a step; return (microbatches,) fp32 losses on the host.
 
         Args:
-            batches: its microbatches, equal on every stage.
+            batches: microbatches of the step, equal on every stage.
             divisor: see `losses.loss_divisor`.
         """
         columns = zip(*batches, strict=True)
@@ -72,8 +72,8 @@ class PipelinedModel:
         divisor: float | None,
         microbatches: int,
     ) -> dict[str, Any]:
-        """Return the keyword arguments of the stages' forwards. Only the last stage, which has the
-        head, gets targets."""
+        """Return the keyword arguments of the forwards of this rank's stages. They include targets
+        only on the rank that holds the last stage, with the head."""
         more: dict[str, Any] = {"positions_BT": positions_BT}
         if self.stages[-1].is_last:
             more |= {"targets_BT": targets_BT, "divisor": divisor}
@@ -145,7 +145,7 @@ def offload_own_stages(
     Args:
         config: the rank's part of the job; its `stage` is the rank's first stage.
         shape: shape of the complete model.
-        terms: computes the loss in chunks; None: the loss is computed from all logits.
+        terms: terms of a chunked loss; None: full logits.
     """
     model = divided(shape, mesh)
     model.chunked_loss = terms
@@ -165,7 +165,7 @@ def stages_of(config: Config, num_layers: int) -> Sequence[Stage]:
 def job_pipeline(
     model: nn.Module, config: Config, mesh: Mesh, device: torch.device, **more: Any
 ) -> Pipeline:
-    """Divide a model with the options of its job. `more`: more arguments of `pipeline`."""
+    """Divide a model with the options of its job. `more`: further arguments of `pipeline`."""
     shape = (config.train.micro_batch, config.data.seq_len)
     return pipeline(
         model,

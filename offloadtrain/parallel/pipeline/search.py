@@ -1,4 +1,4 @@
-"""Searches the fastest division of a job among ranks: stages, replicas, microbatch and recompute.
+"""Finds the fastest division of a job among ranks: stages, replicas, microbatch and recompute.
 Experts and matrices keep the job's division, among the ranks of each stage.
 
 Every candidate is planned like any job: its memory from the spec of each stage, its time from the
@@ -160,7 +160,7 @@ def _best(group: Sequence[Found]) -> Found:
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
-    """Yield a line for each division, then the arguments of --set for the fastest."""
+    """Yield a line per division, then --set arguments of the fastest, and of that without 2bw."""
     yield (
         f"{'stages':>6} {'replicas':>8} {'schedule':14} {'microbatch':>10} {'x':>4} "
         f"{'activation':12} {'device':>10} {'bubble':>7} {'step':>9} {'tokens/s':>9}"
@@ -239,7 +239,7 @@ def _with_sums(job: Config, count: int) -> Iterator[Config]:
 
 
 def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:
-    """Yield the schedules that the model's layers allow on this number of stages."""
+    """Yield the schedules that the model's layers allow on `stages` pipeline ranks."""
     for schedule in schedules if stages > 1 else ALONE:
         for per_rank in PER_RANK if schedule == INTERLEAVED else (1,):
             candidate = RanksConfig(

@@ -265,7 +265,7 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 
 def check_alone(stages: Sequence[Sequence[Part]], config: OffloadConfig, replicas: int) -> None:
-    """Raise PipelineError if a stage has one layer, while options need lists of layers."""
+    """Raise PipelineError if a stage has one layer: recompute and streaming need two at least."""
     streams = config.streams_among(replicas)
     if not (config.activations.recomputes or streams):
         return

@@ -457,7 +457,7 @@ class SplitStep:
         if self._is_over and self._requested is not None:
             engine = self._engine
             engine.guard.require_open("step")
-            # Waits only for the norm of this host's last update, not for other ranks.
+            # Waits for the squares of this stage, its replicas and parts, not for other stages.
             receive = engine.step_gradients.send_squares("step")
             micro_steps = engine.gradients.micro_steps
             engine.gradients.drop(in_flight=False)

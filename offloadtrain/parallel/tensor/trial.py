@@ -7,8 +7,8 @@ something that a part does not have. A module with weights that the plan does no
 gets smaller inputs in the second copy, gets only the heads or hidden units of its part: the
 gradients of its weights would not be summed, and the parts would drift apart silently. Divided
 layers are replaced by modules without weights: code that reads the weights outside of the layer's
-forward fails, and so does code that writes into the output of a divided layer. Of equal layers only
-a few are tried.
+forward fails, and so does code that writes into the output of a divided layer. Only a few of
+several equal layers are tried.
 """
 
 from __future__ import annotations

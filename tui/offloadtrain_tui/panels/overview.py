@@ -1,5 +1,5 @@
-"""1: overview. While waits and gradient norm hardly change, memory over time replaces their
-charts."""
+"""1: overview. While compute hardly waits and the gradient norm is steady, memory over time
+replaces the charts of both."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import fill, tell
 
 _UNEVEN = 0.01
-"""Excess over the median step time from which the slowest rank is named, as a fraction."""
+"""Excess of a rank's own step time over their median from which it is named, as a fraction."""
 RANKS = ("rank", "step", "lag", "time", "own", "skew", "waits")
 
 

@@ -138,7 +138,7 @@ class SystemSamples(TimedLines):
     """The samples of the machine, which are parsed only for display.
 
     Attributes:
-        gpu: those of the rank's own GPU, as columns.
+        gpu: samples of the rank's own GPU, as columns.
     """
 
     def __init__(self) -> None:
@@ -158,27 +158,27 @@ def _system(line: bytes) -> schema.System | None:
 
 
 class RecordTimes:
-    """The times of records, in the order of a writer whose clock may be set back.
+    """Corrects the times of records, so that a writer's clock that is set back changes no order.
 
     Attributes:
-        last_s: of the newest record; 0 without any.
+        last_s: Unix time of the newest record; 0 without any.
     """
 
     def __init__(self) -> None:
         self.last_s = 0.0
         self._offset_s = 0.0
-        """Of Unix time to the monotonic clock of the newest start; it never decreases."""
+        """Unix time minus monotonic clock, in seconds; never decreases within a start."""
 
     def restart(self, monotonic_ns: int) -> None:
-        """Begin a start: another process, whose monotonic clock may be that of another boot."""
+        """Begin a new start: its monotonic clock may count from another boot of the machine."""
         self._offset_s = self.last_s + 1e-3 - monotonic_ns / 1e9
 
     def add(self, time_s: float, monotonic_ns: object) -> float:
-        """Return a record's time, unchanged by a clock that was set back since the start began.
+        """Return a record's Unix time, corrected if the clock was set back since the start began.
 
         Args:
-            monotonic_ns: by the writer's monotonic clock, which stands still while a machine
-                sleeps; other values than whole numbers count as 0.
+            monotonic_ns: time of the writer's monotonic clock, which stops while the machine
+                sleeps; invalid values count as 0.
         """
         monotonic_s = 0.0
         if type(monotonic_ns) is int and 0 <= monotonic_ns < 1 << 63:

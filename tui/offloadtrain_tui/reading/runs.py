@@ -87,8 +87,8 @@ def all_runs(runs_dir: Path) -> list[Path]:
 
 
 def _started_s(folder: Path) -> float:
-    """Return the start of a run: the time in its name, or of a name of the user's choice the time
-    of its run.json, which each start writes."""
+    """Return the Unix time of a run's start: the time in its name (UTC), else the modification time
+    of run.json, which each start writes; 0 without both."""
     with suppress(ValueError):
         return datetime.strptime(f"{folder.name[:15]}+0000", "%Y%m%d-%H%M%S%z").timestamp()
     with suppress(OSError):

@@ -129,7 +129,7 @@ class View:
         return moments.values[: moments.count(self.time_s)]
 
     def last(self, name: str) -> float | None:
-        """Return the newest value of a series; None without one."""
+        """Return the newest value of a series; None if its last 64 steps have none."""
         return self.history.series[name].last(self.length)
 
     def newest_values(self, name: str, most: int) -> array[float]:

@@ -61,8 +61,8 @@ class Tier:
 
 
 class MemoryBars(Drawn[tuple[Tier, ...]]):
-    """Bars below each other: each has a line of figures, the bar, and as many owners as fit. If
-    there are more than two bars, each of them has one line, except the host's."""
+    """Bars below each other: each has a line of figures, the bar, and as many owners as fit. With
+    more than two bars, a GPU has one line; without room, GPUs with more free memory have none."""
 
     DEFAULT_CSS = "MemoryBars { height: auto; }"
 

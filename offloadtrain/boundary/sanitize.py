@@ -26,7 +26,7 @@ def sanitize(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text as one line: newlines and tabs become blanks."""
+    """Return the text as one line: as `sanitize`, with newlines and tabs as blanks."""
     if text.isprintable():
         return text
     return "".join(" " if character in _LINES_AND_TABS else _shown(character) for character in text)

@@ -51,7 +51,7 @@ _DTYPES = {
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Return the saved dictionary, with a `LazyTensor` for each tensor.
+    """Return the saved nested dictionary, with a `LazyTensor` for each tensor.
 
     Raises:
         ForeignError: the index or a file is damaged.

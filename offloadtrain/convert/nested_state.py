@@ -238,7 +238,7 @@ def _in_order(sizes: Sequence[int], params: Sequence[ModelTensor]) -> list[str]:
     groups, one has parameters with weight decay (two and more dimensions) and one the others.
 
     Raises:
-        ForeignError: the sizes of the groups match neither.
+        ForeignError: the sizes match neither, or two groups of equal size are ambiguous.
     """
     for candidates in (params, [param for param in params if param.trained]):
         matrices = [param.name for param in candidates if len(param.shape) >= 2]

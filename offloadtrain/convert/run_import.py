@@ -101,7 +101,7 @@ def _sent(dtype: torch.dtype) -> str:
 def _hyperparameter_differences(
     source: Path, foreign: CheckpointStream, model: nn.Module, config: Config
 ) -> Iterator[str]:
-    """Yield a message for each hyperparameter that differs between checkpoint and job.
+    """Yield a message for each hyperparameter of the checkpoint that the job replaces.
 
     Raises:
         ConfigError: the checkpoint is at or after the job's last step.

@@ -193,7 +193,7 @@ def largest_share(placed: Placement, room: int) -> float:
 
 
 def fastest_share(placed: Placement, machine: Machine) -> float:
-    """Return the smallest share of the state on the device with which a step is as fast."""
+    """Return the smallest device share of state with which a step is as fast as in `placed`."""
     count = len(placed.spec.buckets_on(Tier.DEVICE))
 
     def seconds(number: int) -> float:

@@ -27,7 +27,7 @@ class PlanError(OffloadTrainError):
 
 
 class PlanOptionError(InputError, PlanError):
-    """It is impossible whatever the memory: the job is wrong."""
+    """The job's options are wrong: no amount of memory makes this placement possible."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,11 @@ def place(
         trace: see `Placement`.
         copies: number of such groups of ranks.
         in_flight: see `Placement`.
-        rows: fields of the spec that a rank with one of several stages adds.
+        rows: further fields of the spec, for a stage of a pipeline without flushes.
 
     Raises:
-        PlanError: a device limit is too small for the slots and the unstreamed part, the stage
-            contradicts `working`, or Muon has no matrix to update; "offload_saved" has no trace.
+        PlanError: a device limit is too small for the slots and the unstreamed part, or
+            "offload_saved" has no trace. PlanOptionError: options conflict, or Muon has no matrix.
     """
     if config.offload.activations.mode == "offload_saved" and trace is None:
         raise PlanError(

@@ -264,8 +264,8 @@ class Plan:
 
     @property
     def certain_problems(self) -> list[str]:
-        """Problems that no estimation error explains: engine memory is exact, activations count
-        only with a certain share, and Python and torch are left out. Empty, or all `problems`."""
+        """All `problems`, if no estimation error can explain them, else []. Engine memory is exact,
+        activations are divided by ESTIMATE_FACTOR, and Python and torch are left out."""
         engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
         guessed = self.activations.owners()
         sure = {owner: size // ESTIMATE_FACTOR for owner, size in guessed.items()}

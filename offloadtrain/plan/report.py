@@ -464,8 +464,8 @@ def hidden_above(placed: Placement, machine: Machine) -> int:
 
 
 def _saved_tensors(placed: Placement, machine: Machine) -> str:
-    """Return a line on saved tensors that move and, if compute does not hide them, which it
-    would."""
+    """Return a line on saved tensors that move to the host; if compute does not hide all of
+    them, it gives the threshold above which it does."""
     sizes, threshold = placed.block_inputs, placed.config.offload.activations.offload_saved_above
     if not sizes:
         return (

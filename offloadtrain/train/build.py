@@ -547,8 +547,8 @@ def set_up_torch(
 def _threads(
     config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
 ) -> int:
-    """Return torch's number of threads: the job's, else the checkpoint's (the bits of results
-    depend on it), else the number of usable CPUs."""
+    """Return torch's number of threads: the job's; OMP_NUM_THREADS, for a single rank; the
+    checkpoint's, since bits depend on it; else torch's default or the usable CPUs per rank."""
     if config.device.threads:
         return config.device.threads
     alone = rank_info.local_size == 1

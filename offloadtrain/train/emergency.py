@@ -34,7 +34,7 @@ _NAMED = 4
 """Number of owners of device memory in a message."""
 
 _SAYS = ("CUDA error", "CUDA driver error", "cuEvent", "cuDNN error", "CUBLAS_STATUS", "NCCL error")
-"""Messages of plain RuntimeErrors, from libraries without an error class for device failures."""
+"""Parts of messages of plain RuntimeErrors, from libraries without a class for device errors."""
 
 
 class DeviceLostError(OffloadTrainError):
@@ -42,7 +42,7 @@ class DeviceLostError(OffloadTrainError):
 
 
 class DeviceFailedError(OffloadTrainError):
-    """The device has failed, and the run falls back to an older checkpoint."""
+    """The device has failed, and the state after the last step could not be saved."""
 
 
 class Emergency:

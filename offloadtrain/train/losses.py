@@ -83,7 +83,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class LateLoss:
-    """A loss that is copied to the host and read after the step, so that the device never idles.
+    """A loss that is copied to the host asynchronously, so that the device does not idle.
 
     The copy is launched before backward, and the step waits for gradients, so the copy is complete
     by the time of `wait`.

@@ -129,8 +129,8 @@ class RunFolder:
 
     @classmethod
     def of_rank_0(cls, path: Path | None = None) -> RunFolder:
-        """Open the folder that rank 0 has locked, for the log of another rank. None if it does not
-        exist yet; `join` sets it later.
+        """Open the folder that rank 0 has locked, for the log of another rank. `path` is None if it
+        does not exist yet; `join` sets it later.
 
         Raises:
             RunFolderError: it is missing: the hosts share no file system at this path.

@@ -188,7 +188,7 @@ class StopRequests:
             self._tell(number)
 
     def _tell(self, number: int) -> None:
-        """Print the effect of a first stop; SecondStop calls it while the main thread is in C."""
+        """Print the effect of a first stop: on SecondStop's thread, or else in the handler."""
         if self._deferred and not self._quiet:
             name = signal.Signals(number).name
             _write(f"{name}: stopping after this step, with a checkpoint; repeat: end at once")

@@ -167,8 +167,8 @@ def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bo
 
 
 def _copy_generation(hf: HfModel, folder: Path) -> None:
-    """Put the generation configuration of the model in the place of the one that was made from
-    config.json."""
+    """Replace the generation configuration that was made from config.json by that of the
+    model."""
     name = "generation_config.json"
     try:
         source = hf.folder / name
@@ -301,7 +301,7 @@ def words_of(trained: TrainedModel) -> Words:
     """Return the tokenizer of the model's training tokens.
 
     Raises:
-        DataError: it is not here.
+        DataError: it cannot be loaded, or transformers is not installed.
     """
     if (saved := trained.saved) is not None:
         tokenizer = tokenizers.tokenizer(saved.tokenizer)
@@ -370,7 +370,7 @@ def evaluate(
         progress: called with (bytes done, total bytes).
 
     Raises:
-        ConfigError: the file's vocabulary or `seq_len` exceeds the model's.
+        ConfigError: the file's vocabulary or `seq_len` exceeds the model's, or tokenizers differ.
     """
     tokens, model = TokenFile(data), trained.model
     _check(trained, tokens, seq_len)

@@ -49,7 +49,7 @@ class UpdateChoice:
         self._optimizer = optimizer if is_open and isinstance(optimizer, OffloadOptimizer) else None
         self.resolved = with_update(job, "auto") if is_open else job
         self.decided: str | None = None
-        # Mode of the next step, and whether it predicts the norm.
+        # Mode of the next step, and whether it updates on the guess "no clipping, no overflow".
         self._mode, self._guesses = job.offload.update, False
         self._step_ms: dict[str, list[float]] = {"speculative": [], "exact": []}
 

@@ -275,9 +275,9 @@ def checked(peer: str) -> list[Checked]:
 
 
 def _work(cell: Mapping[str, Any], machine: Machine) -> Work:
-    """Return the work of a step of a cell with full recompute. Kernels "shipped" means
-    offloadtrain's transformer, eager. A cell without a number of parameters gets a head and a
-    loss."""
+    """Return the work of a step of a cell; backward runs each block's forward `recompute` times.
+    Kernels "shipped" means offloadtrain's transformer, eager. A cell without a number of
+    parameters gets a head and a loss."""
     shape = ModelShape(max_seq_len=cell["seq_len"], **cell["shape"])
     kernels = KERNELS if cell["kernels"] == "shipped" else Kernels(**cell["kernels"])
     where = cell["sequences"] * cell["seq_len"], machine, cell["precision"], kernels

@@ -259,8 +259,8 @@ def _compute(run: Run, machine: Machine, software: Software) -> Seconds:
 
 
 def _sums_on_host(run: Run) -> bool:
-    """Return False for stages 0 and 1, which hold complete gradients on the GPU and sum them
-    there."""
+    """Return True if the host sums the gradients of several microbatches. Stages 0 and 1 hold
+    complete gradients on the GPU, and sum them there."""
     return run.offload and run.stage >= 2 and run.micro_steps > 1
 
 

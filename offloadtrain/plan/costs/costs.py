@@ -354,7 +354,7 @@ class Costs:
 
     @property
     def _sharers(self) -> int:
-        """One rank gets this fraction of a host's cores and memory bandwidth."""
+        """Divisor of a host's cores and memory bandwidth that gives one rank's share."""
         return max(self._local, self.machine.numa_nodes)
 
     @property
@@ -442,7 +442,7 @@ class Costs:
             if bucket.whole_tensors:  # read again for the norms of tensors
                 moved += bucket.format.bytes_per_param(bucket.moments, weight) + gradient
             return moved
-        # Matrices: first moments and the bf16 direction, then masters and new weights.
+        # Matrices: DIRECTION moves moments and the bf16 direction; ADAM masters and weights.
         masters = bucket.format.bytes_per_param((), weight)
         if kind is Kind.DIRECTION:
             every = bucket.format.bytes_per_param(bucket.moments, weight)
@@ -481,7 +481,7 @@ class Costs:
 
     @property
     def least_moving_s(self) -> float:
-        """Least seconds of a step's bytes on the bus (the slower direction) and in host memory."""
+        """Lower bound on a step's seconds: its bytes on the slowest of H2D, D2H and host DRAM."""
         down, up, _ = self.moved_bytes
         down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
         return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))

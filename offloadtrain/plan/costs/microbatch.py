@@ -21,7 +21,7 @@ class Activations:
         saved: saved activations of all layers but the current one.
         layer: saved activations and temporaries of the current layer.
         logits: logits, their gradient and the loss's rows; outputs of the embedding and of the
-            final norm; and what separates documents.
+            final norm; and the masks or bounds that separate documents.
         gradients: gradients of weights until the engine takes them.
     """
 
@@ -70,7 +70,7 @@ class Work:
 
     Attributes:
         products: geometric mean of a weight's sides → FLOPs of the products with it; for other
-            products, the mean of the two smaller sides.
+            products, the geometric mean of the two smaller sides.
         attention: FLOPs of fused attention, all scores counted.
         nbytes: bytes that all other operations read and write.
         launches: number of operations that move or compute anything.

@@ -233,7 +233,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ())
             stands_for[id(tensor)] = fake
         for name in {run.container for run in runs}:
             container = model.get_submodule(name)
-            # The list without the skipped layers, which are shared, not copied.
+            # A shallow copy without the skipped layers; `deepcopy` below makes the others fake.
             short = copy.copy(container)
             remaining = [layer for layer in container.children() if layer not in left_out]
             short._modules = {str(at): layer for at, layer in enumerate(remaining)}
@@ -352,7 +352,7 @@ def _filled(
 
 
 def _later(moment: Moment, run: Run, units: int, saved: PeakBytes = (0, 0, 0, 0)) -> Moment:
-    """Return the same moment of a layer `units` units later, with their saved bytes added."""
+    """Return the moment `units` units later, with `saved` bytes more in use for each of them."""
     place, peak_bytes = moment.place, moment.peak_bytes
     if place.block in run.names and (at := run.names.index(place.block)) >= run.start:
         place = replace(place, block=run.names[at + units * run.period])

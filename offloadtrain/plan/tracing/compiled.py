@@ -43,7 +43,7 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 _log = logging.getLogger(__name__)
 
 _HEAD_MULTIPLE = 8
-"""Flash attention on a GPU takes heads with a multiple of these channels; torch pads others."""
+"""Flash attention on a GPU needs channels per head in multiples of this; torch pads others."""
 
 
 class _LayerReachedError(Exception):

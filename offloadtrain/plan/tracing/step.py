@@ -139,8 +139,7 @@ def trace_step(
 
     Args:
         model: real or on the meta device, in the mode (train or eval) to plan for; not changed.
-        config: options with resolved precision. Used are precision, activation, recompute_blocks,
-            keep_fp32 and cast_inputs.
+        config: options with resolved precision; only those in `traced_options` are used.
         on_cpu: the plan is for a CPU, where losses work on smaller pieces.
         packed: `loss_of` gives positions that restart inside sequences.
 
@@ -169,8 +168,8 @@ def trace_step(
 def trace_on_meta(
     model: nn.Module, loss_of: Loss, config: OffloadConfig, container: str, layers: int
 ) -> TracedStep | None:
-    """As `trace_step`, for a GPU, for a model that is created for this trace; None if its layers
-    turn out to differ.
+    """Trace like `trace_step`, for a GPU and a model created only for this trace; return None if
+    its layers turn out to differ.
 
     Args:
         model: on the meta device, without the layers that `uniform_runs` skips.

@@ -34,7 +34,7 @@ from offloadtrain.runtime.thread_pools import shared_pool
 from offloadtrain.train.checkpoint.manifest import Chunk, DamagedCheckpointError, Entry
 
 _LARGEST_GAP = 1024
-"""Upper limit on the padding between two parameters of a buffer: `spec.ALIGN` elements."""
+"""Limit in bytes on padding between two parameters of a buffer: below `ALIGN` elements."""
 _MOST_RUNS = 256
 """With more runs everything goes through scratch memory: a read takes 1024 memory ranges."""
 

@@ -149,7 +149,7 @@ class TensorWriter:
             self.failure = self.failure or error
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         self._file.close()
 
     def entries(self) -> list[Entry]:
@@ -394,7 +394,7 @@ class Save:
                 parameter was changed during the save. In all cases the partial checkpoint is
                 removed, and older ones stay untouched.
         """
-        # This rank's part is on the disk, or has failed; the exchange below says so of all.
+        # Wait for this rank's writes; the exchange below then reports failures of all ranks.
         self._optimizer.finish_writing()
         try:
             with checkpoint.together(self._ranks, self._failure):
@@ -443,8 +443,8 @@ class Save:
         return f"{where}: {error.strerror or error}. {older_ones(self._final.parent)}"
 
     def give_up(self) -> None:
-        """Remove what was written of it. Idempotent."""
-        with suppress(OSError):  # of a file that nobody wants any more
+        """Remove the partial checkpoint. Idempotent."""
+        with suppress(OSError):  # the file is discarded anyway
             self._open.close()
         if self._ranks.rank == 0:
             with suppress(OSError):  # `clean` retries before the next save

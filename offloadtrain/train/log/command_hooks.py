@@ -38,7 +38,7 @@ class CommandHooks:
         *,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """`warn` is called once per key when its command fails, on the thread of the commands."""
+        """`warn` is called, on any thread, once per key whose command fails or is dropped."""
         self._on_alert, self._on_end = config.train.on_alert, config.train.on_end
         self._facts = {"RUN": str(run.resolve()), "NAME": config.name}
         self._warn, self._limit_s = warn, limit_s

@@ -44,8 +44,8 @@ def format_step(
     unknown values are omitted.
 
     Args:
-        steps: of the whole run.
-        device_bytes, host_bytes: of the engine, now; of a run on a CPU all are the host's.
+        steps: number of steps of the whole run.
+        device_bytes, host_bytes: current bytes of the engine; on a CPU all are host bytes.
         eta_s: time left, evaluations and checkpoints included; NaN if unknown, 0 after the last.
         now_s: Unix seconds.
     """

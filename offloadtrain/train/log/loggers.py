@@ -41,7 +41,7 @@ class Row:
     """Scalars of one event.
 
     Attributes:
-        step: step of the event; a skipped step and its repetition have the same number.
+        step: step of the event; a skipped step and the step after it have the same number.
         time_s: Unix time of the event.
         values: name → value; unknown values are left out.
     """

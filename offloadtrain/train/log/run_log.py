@@ -380,8 +380,8 @@ class _Timelines:
         self.unlogged: tuple[int, Timeline] | None = None
 
     def before_step(self, done: int, optimizer: AnyOptimizer) -> bool:
-        """Request the timeline of the next step every few steps. Return True if the step that the
-        timeline covers begins now: with overlapping steps it is one step later."""
+        """Request a timeline of the next step, at most every _TIMELINE_EVERY_S seconds and
+        _TIMELINE_EVERY_STEPS steps. Return True if the step that a timeline covers begins now."""
         sampled = time.monotonic() >= self._not_before_s and done >= self._not_before_step
         if sampled:
             self._not_before_s = time.monotonic() + _TIMELINE_EVERY_S
@@ -530,7 +530,7 @@ class RunLog:
         self._console.doing(what)
 
     def before_step(self, optimizer: AnyOptimizer) -> None:
-        """Request the lanes' timeline of this step every few steps."""
+        """Begin to record a step; `_Timelines.before_step` decides whether it has a timeline."""
         self._pace.begin_step(self._progress.step)
         compiles = self._pace.is_first_step and kernels.backend().name == "numba"
         why = " (Numba compiles the CPU kernels)" if compiles else ""

@@ -137,8 +137,8 @@ def _stage_of(config: Config, ranks: int, rank: int) -> str:
 
 
 def roles(config: Config, ranks: int) -> tuple[str, ...]:
-    """Return the role of each rank for messages: its stage, its copy of the state and its part of
-    the matrices. Returns nothing if all ranks have the same role.
+    """Return the role of each rank for messages: its stage, its copy of the state, and its part of
+    the matrices or its experts; () if all ranks have the same role.
 
     Raises:
         ConfigError: as in `shards`.

@@ -41,7 +41,7 @@ def check_origin(path: str | Path, text: str, named: Sequence[str]) -> None:
 
 
 def _foreign(path: Path, text: str) -> str:
-    """Return the reason not to trust the file; "" if the user owns it."""
+    """Return the reason not to trust the file; "" if the user owns it outside of a run folder."""
     try:
         trusted = read_text(path, max_bytes=_SAME_BYTES, follow_link=True, trusted_owner=True)
     except UnsafeFileError as error:

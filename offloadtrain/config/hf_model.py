@@ -100,7 +100,7 @@ class HfModel:
         quantized: the quantization that config.json states; empty: none.
         identity: hash of the description of the model in config.json.
         parts: every parameter; None before `integrations/hf_job.py` has read them.
-        tensors_before: for a stage of a pipeline, the number of parameters of earlier stages.
+        tensors_before: for a stage of a pipeline, number of parameter tensors of earlier stages.
     """
 
     hf: str
@@ -120,8 +120,8 @@ class HfModel:
 
     @property
     def unquantized(self) -> str:
-        """A sentence with the start of training for quantized weights, which have no gradients;
-        else ""."""
+        """A sentence on how to make the 16-bit weights from which training starts, as quantized
+        weights have no gradients; "" if the weights are not quantized."""
         if not self.quantized:
             return ""
         method = self.quantized.partition(",")[0]
@@ -302,7 +302,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape with which a plan estimates activations and arithmetic: the shape of the
-    project's transformer with the numbers of this config.json. Parameters are counted differently.
+    project's transformer with the numbers of this config.json. It never counts parameters.
 
     Raises:
         ValueError: with the name of the number that config.json lacks.

@@ -241,8 +241,8 @@ def dump(config: Config) -> str:
 
 
 def of_tables(tables: toml.Table, origin: str, hf_config: toml.Table | None = None) -> Config:
-    """Return the job from the result of `as_tables`, or from its JSON. Raises the errors of
-    `load`."""
+    """Return the job of tables that `as_tables` returned, also after a round trip through JSON.
+    Raises the errors of `load`."""
     return loads(_emit(tables), origin, hf_config=hf_config)
 
 
@@ -266,7 +266,7 @@ def as_tables(config: Config) -> toml.Table:
 
 
 def with_defaults(tables: toml.Table) -> toml.Table:
-    """Add the defaults of new keys to tables that an earlier version of `as_tables` wrote. A
+    """Return tables that an earlier version of `as_tables` wrote, with the defaults of new keys. A
     section of a damaged record that is not a table stays unchanged."""
     filled = dict(tables)
     for name, kind in _SECTIONS.items():

@@ -20,10 +20,10 @@ Objective = Literal["causal", "mlm"]
 
 
 MOST_LAYERS, MOST_PARAMS = 1024, 1 << 43
-"""Upper bound of layers. A plan takes about ten seconds at this size; 10^9 layers would never
-end."""
+"""Upper bounds of layers and parameters. A plan of this many layers takes about ten seconds; of
+10^9, it would never end."""
 MOST_SEQ_LEN, MOST_TOKENS = 1 << 23, 1 << 24
-"""Upper bound of sequence and vocabulary, because a plan takes time for each piece of a loss."""
+"""Upper bounds of sequence length and vocabulary: a plan takes time for each piece of a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

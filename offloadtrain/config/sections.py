@@ -85,7 +85,7 @@ class DataConfig:
 
 
 def data_contradictions(data: DataConfig, *, evaluates: int) -> list[str]:
-    """Return a sentence for each contradiction; `evaluates`: `train.eval_every` is set."""
+    """Return a sentence for each contradiction; `evaluates`: value of `train.eval_every`."""
     of_sources = broken(
         (
             data.source and (data.train or data.val),
@@ -307,8 +307,8 @@ class TrainConfig:
         keep_last: number of the newest checkpoints to keep.
         keep_every: also keep the checkpoints of steps divisible by this number; 0: none.
         checkpoint_spill: bytes of each rank's host memory for a copy of the state that a save
-            writes last, so that the next update waits less; 0: none. Needs `checkpoint_every` and
-            state on the host only.
+            writes last, so that the next update waits less; 0: none. Has an effect only with
+            `checkpoint_every` and state on the host.
         on_spike: action for the step of a loss spike. "report": raise an alert and take the step;
             "skip": skip the step; "rollback": skip the step, return to the last checkpoint and
             continue with the data after the spike.

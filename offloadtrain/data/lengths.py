@@ -14,7 +14,7 @@ def cut_at(seq_len: int, lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
     """Return the number of documents that packing "padded" cuts, and the number of tokens it omits.
 
     Args:
-        lengths: tokens of each document; a sequence with its last target is not cut.
+        lengths: number of tokens of each document; `seq_len` inputs and a last target fit.
     """
     beyond = lengths - (seq_len + 1)
     return int((beyond > 0).sum()), int(beyond[beyond > 0].sum())

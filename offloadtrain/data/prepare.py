@@ -42,7 +42,7 @@ from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
 from offloadtrain.hardware.file_system import lock
 
 _LEAST_PART = 256  # smallest size in bytes of both parts of a divided text file
-_FAR = 2.0  # a side with so many times more or fewer tokens than requested
+_FAR = 2.0  # a side with this many times more or fewer tokens than requested is far off
 _VERSION = 3  # version of the rules in this package; a new version makes cached files stale
 _SHOWN_BAD_LINES = 10
 _MOST_JOBS = 4096

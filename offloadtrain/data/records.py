@@ -44,7 +44,7 @@ class Piece:
         split_hash: decides if the document of a text file is held out; None for a table, whose
             records are assigned to training or validation by their own hashes.
         begins_document, ends_document: for text, the document begins or ends here.
-        num_bytes: bytes of the file, for progress.
+        num_bytes: bytes of the piece in the file, for progress.
         group: row group of Parquet.
     """
 
@@ -260,8 +260,8 @@ def _parse_line(line: bytes, length: int) -> Record | None:
 
 
 def _csv(piece: Piece, columns: Sequence[str]) -> Iterator[Record | Bad | None]:
-    """Yield the rows of a range that begins and ends with a row; the file's first row has their
-    names."""
+    """Yield the rows of a range that begins and ends with a row; the file's first row has the
+    names of the columns."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if piece.file.name.lower().endswith(".tsv") else ","
     with open_regular(piece.file.path, follow_link=True) as file:

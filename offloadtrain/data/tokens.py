@@ -327,7 +327,7 @@ class TokenWriter:
         self._document_begins = 0
 
     def __enter__(self) -> Self:
-        self._temporary.unlink(missing_ok=True)  # with the mode that another version set
+        self._temporary.unlink(missing_ok=True)  # a leftover would keep its mode
         self._file = open(self._temporary, "wb", opener=partial(os.open, mode=0o600))
         self._file.write(bytes(HEADER_BYTES))
         # They follow the tokens in the file, whose number is known only at the end.

@@ -2,14 +2,14 @@
 
 Pure functions over a sysfs tree make these decisions:
 * One thread per physical core, minus one for the launching thread if there are more than two cores.
-Two threads on one core share its load units and are not faster.
+  Two threads on one core share its load units and are not faster.
 * With a GPU on a NUMA node, the threads are bound to the cores of that node as a group: then the
-state is in memory local to the threads and the GPU. Threads are not bound to single cores, because
-another process on the node could stall one thread, and with it the bucket.
+  state is in memory local to the threads and the GPU. Threads are not bound to single cores,
+  because another process on the node could stall one thread, and with it the bucket.
 * Ranks whose GPUs share a node divide its cores.
 * A CPU quota (containers) bounds the number of threads and forbids binding. A quota is a share of
-time on any core, and containers bound to the first cores would compete for them. The ranks of a
-host share one container and divide its quota.
+  time on any core, and containers bound to the first cores would compete for them. The ranks of
+  a host share one container and divide its quota.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from offloadtrain.config.units import parse_bytes
 
 _FOLDER = Path(__file__).parent / "machines"
 _LEAST, _MOST = 1e-6, 1e9
-"""No number of a machine but 0 is outside: times of a plan stay finite."""
+"""Range of the numbers of a machine, except 0: it keeps the times of a plan finite."""
 
 
 class MachineError(ConfigError):
@@ -53,7 +53,7 @@ class Machine:
             of the power, which grows with the clock and the square of the voltage, and the voltage
             falls with the clock. The memory's clock and the extra time of narrow products stay.
         hbm_gbps: bandwidth of the device's own memory, 10^9 bytes per second, as all rates below.
-        h2d_gbps, d2h_gbps: page-locked copies of a single GPU.
+        h2d_gbps, d2h_gbps: page-locked copies, while no other GPU of the host copies.
         host_link_gbps: copies of all GPUs of a host together, one way.
         gpu_link_gbps: bandwidth of one GPU in a collective among GPUs of its host.
         node_link_gbps: bandwidth of one host in a collective among hosts.
@@ -68,8 +68,8 @@ class Machine:
             page-locked copies run both ways; 0: not measured, and copies do not slow Adam.
         h2d_adam_gbps, d2h_adam_gbps: rates of these copies; 0: not measured, and Adam does not slow
             them.
-        norm_gparams, accumulate_gparams: rates of sums of squares of 16-bit gradients, and of
-            adding these gradients in fp32.
+        norm_gparams, accumulate_gparams: measured on all cores, 10^9 parameters per second: squares
+            of 16-bit gradients, and their sum in fp32; 0: not measured, memory is the bound.
         disk_gbps: write speed of a checkpoint; 0: unknown.
         disk_read_gbps, disk_write_gbps: rates of the drive for state on the disk, each alone,
             without the page cache; 0: unknown.

@@ -88,7 +88,7 @@ def _choose(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Return the next token; see `generate`."""
+    """Options for the choice of the next token; see `generate`."""
 
     temperature: float = 1.0
     top_k: int = 0

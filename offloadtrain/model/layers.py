@@ -59,7 +59,7 @@ class RotaryTables(nn.Module):
         self.register_buffer("sin_TP", sin_TP, persistent=False)
 
     def forward(self, seq_len: int, positions_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the first positions, (T, P), or of `positions`, (B, 1, T, P)."""
+        """Return cos and sin of the first positions, (T, P), or of `positions_BT`, (B, 1, T, P)."""
         if positions_BT is None:
             return self.cos_TP[:seq_len], self.sin_TP[:seq_len]
         return self.cos_TP[positions_BT][:, None], self.sin_TP[positions_BT][:, None]

@@ -315,7 +315,7 @@ class LossTerms:
 
 
 class Head(Linear):
-    """Return logits, or with targets the loss, so that the loss is computed next to the weight."""
+    """Computes logits, or with targets the loss, so that it is computed where the weight is."""
 
     def forward(
         self,

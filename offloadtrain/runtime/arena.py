@@ -1,9 +1,9 @@
 """Memory: the Ledger of every allocation by owner, and the pinned host arena.
 
 [Note: The arena]
-The size of all host memory of a run (master weights, moments, gradients, staging) is computed
-first; then it is mapped at its exact size, in a few slabs. torch's pinned allocator rounds each
-request to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because
+All host memory of a run (master weights, moments, gradients, staging) is laid out first and mapped
+once, at its exact size, in a few slabs. torch's pinned allocator rounds each request to a power
+of two, which costs up to twice the memory. Slabs stay below 8 GiB because
 drivers reject very large registrations, and no request crosses a slab, so no copy crosses two
 registrations. Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Weights of a bucket
 have a separate slab: after `close` it belongs to the model's parameters, which would otherwise need

@@ -7,7 +7,7 @@ case, and no later run can open it. Its space is reserved before the first weigh
 tensor of the state is a view of a shared mapping of the file. Its address also *identifies* its
 range of the file: operations of a step get such a view and a slot of host memory, and move the
 bytes between file and slot with O_DIRECT, several requests at once, without accessing the mapping.
-The views may be read only while the lanes are idle: the kernel writes dirty pages before a direct
+Views may be accessed only while the lanes are idle: the kernel writes dirty pages before a direct
 read, and drops cached pages after a direct write.
 
 [Note: Checksums of the scratch file]

@@ -62,7 +62,7 @@ class Heartbeat:
         cpu_counts: whether processor time of the training thread is progress.
         held_up: an external activity takes time; this is not a hang.
         watched: a watchdog reports hangs.
-        collective_of: name of the collective of weights or gradients that was launched last.
+        collective_of: kind and owner of the last launched collective of weights or gradients.
     """
 
     def __init__(self) -> None:

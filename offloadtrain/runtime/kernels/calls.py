@@ -261,8 +261,8 @@ def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
 
 
 def first_touch(memory: Tensor) -> None:
-    """Fault in the pages of a new buffer, each by the thread that will use it: this determines
-    their node.
+    """Fault in the pages of a new buffer, each by the thread that will use it: this places them
+    on the thread's NUMA node.
 
     Args:
         memory: (n,) zeros of any dtype in a fresh mapping, split as the kernels split buffers of n

@@ -39,7 +39,7 @@ def _lowest(bits: Tensor, width: int) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a * b + c in fp32, rounded once; operands are converted to fp32.
+    """a * b + c in fp32, rounded once; `b` and `c` are converted to fp32 first.
 
     The product is exact in double. The sum is rounded to odd, which makes the second rounding, to
     fp32, the rounding of the exact value (Boldo & Melquiond 2008).

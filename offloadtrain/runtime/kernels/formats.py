@@ -155,7 +155,7 @@ def register_state_format(codec: StateCodec) -> RegisteredFormat:
     It runs in plain torch, for every update rule.
 
     Raises:
-        TypeError: the codec is not a codec, or does not return fp32 values of the right shapes.
+        TypeError: the codec has no StateFormat, or its values are not fp32 of the right shapes.
         ValueError: a format of this name exists; its fields contradict each other; or zeroed
             memory, with which a run starts, does not decode to moments of zero.
     """

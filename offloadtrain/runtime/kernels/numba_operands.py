@@ -1,7 +1,7 @@
 """Number formats, operands of any dtype, and threads of the Numba kernels.
 
 bf16 and fp16 are passed as their bits. A loop never writes an array that it reads, except element
-by element under one name: otherwise LLVM would not vectorise it. LLVM vectorises loops over arrays.
+by element under one name: LLVM would use its scalar fallback. LLVM vectorises loops over arrays.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ def native_lane() -> Native | None:
 
 
 _ELEMENTS_PER_THREAD = 1 << 15
-"""torch uses one thread per so many elements of a loop."""
+"""torch uses at most one thread per this number of elements of a loop."""
 
 
 def start_threads() -> None:

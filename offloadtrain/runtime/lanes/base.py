@@ -152,7 +152,7 @@ class HostProgress:
 
     Attributes:
         launched: operations put into its queue.
-        begun, ended: if they differ while the lane is idle, an operation has failed.
+        begun, ended: if they differ while the lane is idle, an operation has failed midway.
     """
 
     launched: int = 0

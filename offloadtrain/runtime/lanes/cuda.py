@@ -112,7 +112,7 @@ class CudaLanes(QueuedLanes):
         elif lane is not Lane.COMPUTE:
             raise LaneError(f"nothing will happen on {lane}: the lanes are closed")
         if lane in self._queues:
-            # A flag of the host thread: it can wait for it without the GIL.
+            # A flag that the host thread can wait for without the GIL.
             event = StreamEvent(lane, None, self._host.make_flag())
             self._queues[lane].set(event.issued)
             return event

@@ -86,7 +86,7 @@ class BucketSpec:
         state_tier: tier of the state.
         sums_on_device: microbatches are summed on the device if the state is updated on the host.
         gradient_on_disk: the gradient is in a file, and on the host only while it has a slot.
-        experts: number of entries that a step skips one by one while unused; see `skipping.py`.
+        experts: number of experts, which a step skips if unused: see `skipping.py`; 0: none.
     """
 
     name: str

@@ -338,7 +338,7 @@ def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
     # weights are not needed any more.
     if bucket.update_tier is Tier.DEVICE and not spec.updates_early:
         return Memory.DEVICE_SHARD if spec.weight_tier(bucket) is Tier.DEVICE else Memory.WORKING
-    # Adam has read the gradient when it overwrites it by the weights; no staging is needed.
+    # Adam has read the gradient when it overwrites it with the weights: no staging is needed.
     if not spec.holds_sum(bucket):
         return Memory.GRADIENT
     return Memory.NEW_WEIGHTS if spec.has_new_weight_slot(bucket) else Memory.HOST_STAGING

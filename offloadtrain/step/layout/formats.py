@@ -69,8 +69,7 @@ class StateFormat:
 
     Attributes:
         master: the fields that together encode the master weight. The first is the fp32 master
-        weight,
-            or, if its dtype is None, the working weight, which is uploaded from the state.
+            weight or, if its dtype is None, the working weight, which is uploaded from there.
         moment: the fields of each moment.
         precisions: precisions of the working weights that it can store; others have fp32 state.
         moments: the sets of moments that it can store; empty: any.

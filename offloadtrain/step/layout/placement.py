@@ -153,7 +153,7 @@ def _room(
 
 
 HEADROOM = 0.9
-"""Share of the available host memory that second copies may fill; the rest is a reserve."""
+"""Share of the available host memory that second copies may fill; the rest is for others."""
 
 
 def lay_out(

@@ -36,7 +36,7 @@ from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 
 SHARES = 10_000
-"""Resolution of a share that a plan names."""
+"""A plan rounds shares down to a multiple of 1 / SHARES."""
 
 DeviceBytes = Callable[[StepSpec], int]
 """Returns the bytes of a spec on one device."""

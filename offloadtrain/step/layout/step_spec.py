@@ -351,7 +351,7 @@ class StepSpec:
         return Tier.HOST if on_host else tier
 
     def loads_in_turn(self, bucket: BucketSpec) -> bool:
-        """Return True for a streamed bucket with two versions of its weights, which loads
+        """Return True for a streamed bucket with two versions of its weights, between which loads
         alternate."""
         return self.weight_versions > 1 and self.is_streamed(bucket) and self.is_trained(bucket)
 
@@ -494,7 +494,7 @@ class StepSpec:
         return range(self.slots) if block.repeated else range(self.slots, len(self.slot_bytes))
 
     def first_slot(self, bucket: BucketSpec) -> int:
-        """Return the initial slot of a streamed bucket; 0 for others."""
+        """Return the slot in a streamed bucket's refs before its first load; 0 for others."""
         return self.slots_of(self.block_of[bucket.name]).start if self.is_streamed(bucket) else 0
 
     @property

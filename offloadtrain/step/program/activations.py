@@ -140,7 +140,7 @@ class ActivationPath:
             if not (self._stays and (before.handed_over or before.there in self._leaving)):
                 self._fetch(before)
         entry.handed_over = True
-        # What compute made and the queue still owns, until its copy is done, needs no wait.
+        # Compute made an input that the queue still owns (until its copy is done): no wait.
         if not on_device:
             # Compute waits for this input only: the next one arrives during the block's backward.
             self._order.needs(Lane.COMPUTE, [entry.back], "recompute")

@@ -48,7 +48,7 @@ class DiskPath:
         self._next = 0
 
     def read(self, bucket: BucketRefs) -> None:
-        """Launch what brings the state into a slot, unless it is in one."""
+        """Launch the read of state on the disk into a slot, unless it has a slot."""
         if not bucket.state_files or bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
@@ -101,8 +101,8 @@ class SavePath:
         """Launch the writes of all state, and the copies into the spill that some of them read."""
         for bucket in self._trained:
             self._disk.read(bucket)
-            # What the spill does not hold. All of a field, though its end is in the spill: a window
-            # of the file may go on into it.
+            # Writes end where the spill starts. They still read all of a field, because a window of
+            # the file may extend into the spilled end.
             ends = {part.field: part.lo for part in bucket.spilled}
             fields = [
                 (Written(number, 0, ends.get(number, ref.hi)), ref)

@@ -290,8 +290,8 @@ class Program:
         return self._order.take()
 
     def resume_delay(self) -> Operations:
-        """In mode "delayed", after `flush`: the state was loaded, and older weights for forward.
-        The masters are uploaded after the next backward."""
+        """In mode "delayed", after `flush`: the caller has loaded the state, and older weights for
+        forward. The masters are uploaded after the next backward."""
         self.mode.reset()
         self.mode.defer([*self._trained.items()])
         return self._order.take()

@@ -690,7 +690,7 @@ class Delayed(Exact):
         return Speculation()
 
     def drop(self) -> None:
-        """Upload the new weights of all blocks, as some blocks may have theirs already."""
+        """Upload the new weights of all blocks if some blocks have theirs already."""
         self.waiting_for_graphs.clear()
         if self._begun:
             self.flush()

@@ -116,7 +116,7 @@ def unread_in_backward(spec: StepSpec) -> frozenset[Reading]:
     their inputs are data, which gets no gradient."""
     ahead = takewhile(lambda block: block.leaf, spec.blocks)
     tables = [block.name for block in ahead]
-    # Without a list of layers all modules are leaves.
+    # Without a list of layers later modules may be leaves, too: only the first reads data.
     tables = tables if any(block.repeated for block in spec.blocks) else tables[:1]
     return frozenset(Reading(name) for name in spec.streamed.intersection(tables))
 

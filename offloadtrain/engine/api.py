@@ -240,8 +240,8 @@ def offload(
             counts each part once. "dp" and "ep": `expert_parallel` has divided the experts along
             "ep": all ranks have different batches and share the state of the common parameters;
             the ranks of "dp" share that of their experts. "pp" or "tp" can be combined with these.
-        param_init_fn: is called with each module that has meta parameters or buffers, in the order
-            of `model.modules()`, after their memory is allocated and uninitialised, and fills them.
+        param_init_fn: is called with each module that directly owns meta parameters or buffers, in
+            the order of `model.modules()`, once they have memory without values, and fills them.
         weights, gradients, state, activations, sharding, memory: the options in groups, as in
             `OffloadConfig`, or each by its name.
 

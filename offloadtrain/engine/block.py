@@ -234,7 +234,7 @@ class GraphReads:
             self._ranges[self.generation] = weights
 
     def check(self, generation: int) -> None:
-        """Raises StaleGraphError if the weights of a generation have been replaced."""
+        """Raises StaleGraphError if no version has the weights of a generation any more."""
         if abs(self.generation - generation) >= self.versions:
             raise StaleGraphError(
                 f"backward reached block '{self._name}' through a graph that was built before the "

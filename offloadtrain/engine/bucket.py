@@ -78,15 +78,15 @@ class Bucket:
         spec: sizes and formats; padding holds zeros.
         group: index into `param_groups`.
         sharers: the ranks that share this bucket.
-        lo, hi: this rank's shard: the elements of the bucket that its host buffers hold; all of
-            them for a single rank.
+        lo, hi: this rank's shard: the elements of the bucket that its state has, in any tier; all
+            of them for a single rank.
         layout: the elements of its slots that are in the shard, for the kernels.
         params: parameters of its slots.
         memory: the buffers of the step.
         place: version of the working weights that parameters are views of; for a streamed block,
             its present or last slot.
         copy: number of the copy that is the current state.
-        version: of two versions of a streamed block's weights, the one that loads read.
+        version: number of the version that loads read, if a streamed block has two versions.
         usage: which of its entries a step has used; None: all of it is updated in every step.
         missed_steps: steps of the run in which its parameters were not updated.
     """
@@ -157,7 +157,7 @@ class Bucket:
     @property
     def home(self) -> Buffer:
         """The weights between two uses: the device memory that compute reads, or, for a streamed
-        block, the host memory that loads read, which holds this rank's shard."""
+        block, the memory that loads read, in any tier, which holds this rank's shard."""
         return self.memory[self.sources[self.version]] if self.sources else self.working
 
     @property
@@ -192,7 +192,7 @@ class Bucket:
 
     @property
     def shard_numel(self) -> int:
-        """Number of elements of each host buffer."""
+        """Number of elements of this rank's shard."""
         return self.spec.shard_numel
 
     def piece(self, slot: Slot) -> tuple[int, int]:

@@ -216,8 +216,8 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
 
 
 def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
-    """Raises ModelError if compiled layers have DTensor parameters, or if operations are to be
-    selected in a module that is compiled already."""
+    """Raises ModelError if modules with DTensor parameters are compiled or are to be compiled, or
+    if operations are to be selected in a module that is compiled already."""
     selects = config.activations.mode == "selective" and not config.compute.compile_blocks
     for name, module in model.named_modules():
         if selects and has_compiled(module):

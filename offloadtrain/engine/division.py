@@ -36,7 +36,7 @@ class Measured:
     """The sums of squares of a step's gradient, equal on all ranks.
 
     Attributes:
-        of_parameter: fp64 sum per parameter, of gradients summed over ranks and loss-scaled.
+        of_parameter: sum of squares per parameter, of gradients summed over ranks and loss-scaled.
         nonfinite: parameter whose sum is not finite → the ranks whose shards contain the values.
         intents: (ranks, n) fp64 on the host: what each rank is about to do.
     """

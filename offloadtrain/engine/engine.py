@@ -528,7 +528,7 @@ class Engine:
             self._interpreter.failure = None
         self.step_gradients.access.end_step()
         self.gradients.drop()
-        # Copies to the host in flight need no wait: the next step's copies run after them.
+        # Copies to the host in flight need no wait: later copies into this memory run after them.
         self._interpreter.run_update(self.program.drop)
 
     def synchronize(self) -> None:

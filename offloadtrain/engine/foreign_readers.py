@@ -161,8 +161,7 @@ class ParameterReaders:
         Raises:
             PipelineError: the schedule would train with wrong gradients.
             EngineError: dropped gradients belong to microbatches in flight, or the step can no
-            longer
-                be clipped.
+                longer be clipped.
             GradientAccessError: the gradient is in shards or on the disk; or another optimizer's
                 step reads it.
         """

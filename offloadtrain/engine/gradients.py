@@ -77,7 +77,7 @@ from offloadtrain.step.program.program import Program
 
 
 class InFlight:
-    """Returns when each block was read in the forwards that the present backward belongs to.
+    """Records when each block was read in the forwards that the present backward belongs to.
 
     Outside of pipelines these are all forwards since the last micro-step: one backward may cover
     several. In a pipeline the forwards of later microbatches run before this backward. Backwards
@@ -420,7 +420,7 @@ class Gradients:
         self.open = False
 
     def _send(self, block: Block) -> None:
-        """Send the block's gradients from `.grad` to the host, and free them on the device.
+        """Send the block's gradients from `.grad` to the memory that Adam will read, and free them.
         With several ranks every rank sends; zeros if it has no gradient."""
         complete: dict[str, bool] = {}
         delivered: dict[str, Delivered] = {}
@@ -537,7 +537,7 @@ _TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 class ClippedTogether(Tensor):
     """Represents the gradients of all parameters in `torch.nn.utils.clip_grad_norm_`: a single
-    element, their norm. torch multiplies it by the clip coefficient of the step."""
+    element, their norm. The factor by which torch multiplies it becomes the clip coefficient."""
 
     on_factor: Callable[[float], None]
 

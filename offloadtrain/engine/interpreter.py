@@ -280,7 +280,7 @@ class Functions:
         }
         self._alike = _ALIKE
         if any(bucket.usage for bucket in self._buckets.values()):
-            # Nothing else reads the marks of used experts.
+            # Only buckets with a `usage` read the marks of used experts.
             self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
             self._makers |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
         self._captured: dict[tuple[Kind, str, bool, int], Function] = {}
@@ -327,8 +327,8 @@ class Functions:
         del self._makers[Kind.AVERAGE]
 
     def _gather(self, op: Launch) -> Function:
-        """Copy the gradients into a flat buffer, zeros if there is none, grouped by rank: see
-        [Note: Pieces of a shard]."""
+        """Return a function that copies gradients into a flat buffer, grouped by rank, zeros for
+        missing ones: see [Note: Pieces of a shard]."""
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
         # With the last piece the function is the only owner of the gradients: they are freed when
         # it has run on compute, before the next node of backward allocates.
@@ -362,8 +362,8 @@ class Functions:
         return gather
 
     def _collective(self, op: Launch) -> Function:
-        # Called by the launching thread, in launch order: ranks compare the digests with the norm,
-        # so that mismatched collectives are detected in the step in which they ran.
+        # Called by the launching thread, in launch order: ranks compare digests when they exchange
+        # the norm, so that mismatched collectives are detected in the step in which they ran.
         self.digests.add_collective(op.name)
         HEARTBEAT.collective_of = op.name
         sent = op.writes[0].nbytes

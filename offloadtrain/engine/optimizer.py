@@ -213,7 +213,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last step: unscaled, before clipping; not finite if it was skipped."""
+        """The norm of the last step: unscaled, before clipping; may be inf or NaN if skipped."""
         return self.last_step.grad_norm if self.last_step else None
 
     @property
@@ -263,7 +263,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._engine.scaled(loss, divide=divide)
 
     def micro_step(self) -> AbstractContextManager[None]:
-        """Return a context: the backward inside it is that of one microbatch.
+        """Return a context: the backward inside it, however called, is that of one microbatch.
 
         For a part of a model whose backward starts from gradients of another process
         instead of a loss. In fp16 these must be gradients of a loss that `scaled` has returned.
@@ -352,7 +352,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         Raises:
             EngineError: with several ranks, no backward since the last step; or `skip` while Adam
                 runs inside backward.
-            ModelError: if a parameter was changed outside the engine since `offload()`.
+            ModelError: a parameter was replaced, added or frozen since forward, or a write is lost.
         """
         if self._prepared and self._accumulating:
             return None
@@ -393,8 +393,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._engine.program.mode.speculate(enabled=enabled)
 
     def keep_exact(self) -> None:
-        """On all ranks, between steps of "speculative": switch to mode "exact" and, if state can
-        move, free the second copies (hosts may have different ones). As slow as `offload()`."""
+        """On all ranks, between steps of "speculative": if state can move, change to mode "exact"
+        and free the second copies (hosts may have different ones). As slow as `offload()`."""
         if self.config.update == "speculative" and self._promotion.can_move:
             config = self.config.replace(update="exact")
             self._relayout("update = 'exact'", config, state_on=config.state.tier)

@@ -295,7 +295,7 @@ def _readable(copies: _Copies, param: nn.Parameter, *, has_gradient: bool) -> Te
     if weights is None:
         if type(param) is not UnreadyParameter:
             return param
-        # Made ready meanwhile, or unready again by another thread. The alias shares memory and
+        # Still unready, or unready again because of another thread. The alias shares memory and
         # version.
         return param.view_as(param) if in_graph else param.detach()
     source = None if in_graph else _Source(param, observer, weights)

@@ -48,8 +48,8 @@ class Parts:
         return [part for part in ranges if part.length] or ranges[:1]
 
     def check(self, bucket: Bucket, slot: Slot) -> None:
-        """Raises PartError if a value covers a block of elements, whose order depends on the
-        mesh."""
+        """Raises PartError for a part of a matrix if a value of its state covers several elements,
+        whose order depends on the mesh."""
         fields = bucket.format.fields(bucket.spec.moments)
         if self.share(slot).is_part and any(state_field.per > 1 for state_field in fields):
             raise PartError(

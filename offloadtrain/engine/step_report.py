@@ -92,7 +92,7 @@ class StepReport(LaneReport):
 
     Attributes:
         step: number of optimizer steps done, including this one unless it was skipped.
-        skipped: the gradient norm was not finite: no state changed.
+        skipped: no state changed: the gradient norm was not finite, or `step(skip=True)`.
         skipped_in_a_row: consecutive skipped steps up to this one; 0 if it was not skipped.
         nonfinite: names of the parameters with non-finite gradients, in the model's order.
         nonfinite_ranks: for each of them, the ranks in whose shards the gradient is not finite;

@@ -154,7 +154,7 @@ class LoadedValues:
         self._values: dict[nn.Parameter, list[Tensor]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             value = values.get(name)
-            # If names are tied, torch keeps the value that it loads last.
+            # Of tied names, torch loads the last name last, and its value stays: it comes first.
             if value is not None and value.numel() == param.numel():
                 self._values.setdefault(param, []).insert(0, value)
         self.new = any(

@@ -35,8 +35,8 @@ class LossScaler:
         good_steps: steps without overflow since the last overflow or change of the scale.
         hysteresis: 1 halves the scale at every overflow, as torch's GradScaler does.
         tolerated: overflows since the scale last grew that have not halved it.
-        waiting: steps that do not affect the scale yet, oldest first. Each entry has the overflow
-            of the gradients (True, False, or None if unknown) and the scale of the step.
+        waiting: steps that do not affect the scale yet, oldest first. Each entry: whether gradients
+            overflowed (None: the step must not affect the scale), and the scale of the step.
     """
 
     scale: float = 2.0**16

@@ -205,7 +205,7 @@ class Muon(KeywordsOnly, MatrixRule):
 
 
 def _parts(layout: Layout) -> list[tuple[slice, int, int]]:
-    """Yield the parts that codecs decode at once: (elements, parameter id, first element there)."""
+    """Return the parts that codecs decode at once: (elements, parameter id, its first element)."""
     return [
         (slice(offset + lo, offset + min(lo + _PART, numel)), id, first + lo)
         for offset, numel, id, first in layout.rows()

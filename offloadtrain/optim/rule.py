@@ -43,7 +43,7 @@ class Rule(Protocol):
 
 
 class UpdateRule(Rule, Protocol):
-    """An optimizer that updates a bucket in one operation on the host."""
+    """An optimizer that updates a bucket in one operation, on the tier of the state."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
         """Return True if `update` with this format calls only kernels that are captured when
@@ -63,7 +63,7 @@ class UpdateRule(Rule, Protocol):
         seed: int,
         out: tuple[Tensor, ...] | None = None,
     ) -> None:
-        """Update one bucket; all tensors are host tensors of (numel,).
+        """Update one bucket; all tensors are (numel,), in host or device memory.
 
         Args:
             state: the format's fields for `moments`, updated in place.
@@ -130,7 +130,7 @@ class MatrixRule(CodecRule, ABC):
         """Raise ValueError if hyperparameters of a group of matrices are out of range."""
 
     def calls_only_kernels(self, format: StateFormat) -> bool:
-        """Return True if `direction` and `apply` call only kernels; see
+        """Return True if `direction` and `apply` with this format call only kernels; see
         `UpdateRule.calls_only_kernels`."""
         return False
 

@@ -186,8 +186,8 @@ class _Given(OfOneModel):
 
 
 class _CastGiven(OfOneModel):
-    """Hook of a layer or of a module with matrices: casts its first input to `dtype` if it is an
-    input of the model and, unless `sizes` is None, has a dimension of one of these sizes."""
+    """Hook of a layer or of a module with matrices: casts its first floating-point input if it is
+    an input of the model and, with `sizes`, one of them is the size of dim 1 or the last dim."""
 
     __slots__ = ("_model_inputs", "_sizes")
 
@@ -232,7 +232,7 @@ def _when_gone(tensor: Tensor) -> Callable[[], bool]:
 
 
 class _FullLosses(TorchFunctionMode):
-    """Passes 16-bit inputs of loss functions as fp32. On while the model's forward runs, except
+    """Casts 16-bit inputs of loss functions to fp32. On while the model's forward runs, except
     inside its layers."""
 
     def __init__(self) -> None:

@@ -6,7 +6,6 @@ save, backward recomputes, fused with the gradients. So a layer that compiles to
 needs no second run ("recompute", which works for any layer, runs the compiled layer again). The
 compiler's partitioner has a budget: a share of the memory that it would save without a budget; 0
 saves the layer's inputs only. `BudgetedBackend` sets the budget for its own graphs only.
-inputs at 0. `BudgetedBackend` sets the budget for its own graphs only.
 
 torch's partitioner treats most operations that draw random numbers (`bernoulli`, inductor's
 seeds) as recomputable: backward would use the gradient of another dropout mask. So their results

@@ -74,7 +74,7 @@ class _Running(NamedTuple):
     outside: Sequence[Block]
     """Streamed blocks of the enclosing forward."""
     writes: list[tuple[Block, list[int]]]
-    """Streamed blocks of this forward, with the number of writes into each trained parameter."""
+    """Streamed blocks of this forward → write counts of trained parameters when it began."""
 
 
 @dataclass(slots=True)
@@ -320,13 +320,13 @@ class ForwardHooks:
 
     def _offloader_of(self, module: nn.Module) -> Offloader | None:
         if isinstance(self._offloader, SavedOffloader):
-            # A user's recompute drops the tensors that it saves inside backward right after their
-            # use.
+            # A user's recompute drops the tensors of its first run, and needs those of its second
+            # run, inside backward, at once.
             return None if in_backward() or in_checkpoint() else self._offloader
         return self._offloader if module in self._recomputed else None
 
     def _use(self, blocks: Sequence[Block]) -> None:
-        """Pin all blocks before the first use, so that none evicts another while forward runs."""
+        """Pin all blocks before the first use: none may evict another; all stay during forward."""
         for block in blocks:
             block.forwards += 1
         try:

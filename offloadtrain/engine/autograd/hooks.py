@@ -257,6 +257,6 @@ class ReplacedForward:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of the module's class. A function of the module level, as pickle refers to
-    it by name; it is called for a module that has no attributes yet."""
+    """Return the forward of the module's class. Defined at module level, because pickle refers to
+    it by name and calls it with a module that has no attributes yet."""
     return types.MethodType(type(module).forward, module)

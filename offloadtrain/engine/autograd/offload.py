@@ -6,11 +6,11 @@ With activation = "offload_saved" nothing is recomputed. Every tensor that the m
 saves is offloaded as in [Note: Offloaded activations] in `step.program.activations`, if its storage
 has `offload_saved_above` bytes or more. The unit is the storage, not the tensor: queries, keys and
 values cut out of one product are one copy, and a tensor that several operations save is one.
-Backward recreates each saved tensor as a view of it. A copy is valid for a version of a version
-counter: for a tensor and its views. Other tensors may share the storage and be changed in place
-without a new version (the gates of an LSTM's cell, which `unsafe_chunk` cuts): they get their own
-copies. Weights and buffers of the model stay where they are: copying them to the host would not
-free their memory.
+Backward recreates each saved tensor as a view of the copy. A copy is valid for one version of one
+version counter, which a tensor shares with its views. Other tensors may share the storage and be
+changed in place without changing this version (the gates of an LSTM's cell, which `unsafe_chunk`
+cuts): they get their own copies. Weights and buffers of the model stay where they are: copying them
+to the host would not free their memory.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class _GlobalState:
 
 
 def _words_of_python() -> bytes:
-    """Return the 624 words and the position of Python's global generator, which CPython stores
-    after the object's header."""
+    """Return the position and the 624 words of Python's global generator, in this order, as
+    CPython stores them after the object's header."""
     return ctypes.string_at(id(random._inst) + object.__basicsize__, 625 * 4)
 
 
@@ -188,7 +188,7 @@ _LEAVES = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
     *(partial, weakref.ref, weakref.ProxyType, Tensor),
 )
-"""Types that are not traversed: constants, code, and modules, whose state is not an input."""
+"""Types that are not traversed: constants, code, weak references, modules, and tensors."""
 _LIBRARIES = frozenset(("torch", "offloadtrain", "accelerate", "lightning", "logging", "threading"))
 """Packages whose objects are not traversed either, except containers and generators."""
 
@@ -238,7 +238,7 @@ class RewindError(OffloadTrainError):
 
 
 class Place(NamedTuple):
-    """The place of a buffer: a module's dict of buffers, and a key."""
+    """The place of a tensor: a module's dict of buffers or of attributes, and a key."""
 
     buffers: dict[str, Tensor | None]
     name: str
@@ -252,8 +252,8 @@ class BufferCopy(NamedTuple):
     value: Tensor
 
     def differs(self) -> bool:
-        """Return True if the buffer was changed in place since; False for a fake tensor, which has
-        no values."""
+        """Return True if the buffer was changed in place since; False if it was replaced, and for a
+        fake tensor, which has no values."""
         is_registered = self.place.buffers.get(self.place.name) is self.buffer
         fake = isinstance(self.buffer, FakeTensor)
         return is_registered and not fake and not torch.equal(self.buffer, self.value)
@@ -273,7 +273,7 @@ class BufferChanges:
     def copies(
         self, modules: Sequence[nn.Module], attributes: _Attributes
     ) -> tuple[_Modes, list[BufferCopy]]:
-        """Copy the buffers that a forward of `modules` may change."""
+        """Copy the buffers and tensor attributes that a forward of `modules` may change."""
         modes = tuple(module.training for module in modules), attributes.key
         places = self._changing.get(modes)
         if places is None:
@@ -318,7 +318,7 @@ class Rewind:
     ) -> None:
         """`shared`: generators that the modules' forwards name."""
         self.copies: list[BufferCopy] = []
-        """Values before the first run of the buffers that it changes in place."""
+        """Buffers that the first run changes in place, with their values before that run."""
         self._noted: list[tuple[Any, _Kind, Any]] = []
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         """Tensors and their versions. Weak: the inputs may be offloaded until backward."""
@@ -512,11 +512,11 @@ _log = logging.getLogger(__name__)
 
 
 class RecomputeError(OffloadTrainError):
-    """The second run of a forward differs from its first."""
+    """A forward cannot run again, or its second run differs from its first."""
 
 
 class _Placeholder:
-    """Replaces a tensor that the second run saves: see [Note: What torch's checkpoint gets].
+    """Replaces a tensor that the first run saves: see [Note: What torch's checkpoint gets].
 
     Attributes:
         metadata: shape, dtype and device, which must be equal in both runs.

@@ -14,7 +14,6 @@ from torch import nn
 
 from offloadtrain.config.errors import ModelError
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.autograd.hooks import names_of
 from offloadtrain.engine.parameters import OffloadedParameter
 from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
@@ -239,34 +238,33 @@ def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
             )
 
 
+def _writes_weights(module: nn.Module) -> bool:
+    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return is_table and module.max_norm is not None
+
+
 def check_run_again(model: nn.Module, config: OffloadConfig) -> None:
-    """Raises ModelError for a module whose second run would differ from its first. An embedding
-    with `max_norm` writes its weights. `rrelu` saves its slopes before it draws them: torch's
-    checkpoint may end a run between the two, and offloaded saved tensors are copied there."""
+    """Raises ModelError for a torch module that would train with other gradients. RReLU saves its
+    slopes before it draws them: torch's checkpoint may end a second run between the two, and
+    "offload_saved" copies them there. A second run of an embedding with `max_norm` reads other
+    weights, as the first run has written them."""
     activations = config.activations
     saves = activations.mode == "offload_saved"
     if config.compute.compile_blocks or not (activations.recomputes or saves):
         return
     layers = () if saves else activations.recomputed_of(layers_of(model))
     inside = {module for layer in layers for module in layer.modules()}
-    draws: dict[type, bool] = {}
     for name, module in model.named_modules():
-        table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-        cls: Any = type(module)
-        if cls not in draws:
-            draws[cls] = any({"rrelu", "rrelu_"} & names for _, names in names_of(cls))
-        if draws[cls] and (saves or module in inside):
-            raise ModelError(
-                f"activation = '{activations.mode}' and the forward of '{name}' ({cls.__name__}) "
-                "calls rrelu, which saves its slopes for backward before it draws them: set "
-                "activation = 'keep', or use leaky_relu"
-            )
-        if table and module in inside:
-            raise ModelError(
-                f"activation = '{activations.mode}' and '{name}' is an {cls.__name__} with "
-                "max_norm, whose forward does not run again as it ran: set activation = 'keep' or "
-                "'offload_saved'"
-            )
+        if isinstance(module, nn.RReLU) and (saves or module in inside):
+            problem, modes = "an RReLU, which saves its slopes before it draws them", "'keep'"
+        elif module in inside and _writes_weights(module):
+            problem = f"an {type(module).__name__} with max_norm, which writes its weights"
+            modes = "'keep' or 'offload_saved'"
+        else:
+            continue
+        raise ModelError(
+            f"activation = '{activations.mode}' and '{name}' is {problem}: set activation = {modes}"
+        )
 
 
 def check_wrapped(model: nn.Module, config: OffloadConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -250,13 +250,11 @@ class Exploding(Chain):
 
 
 class Fused(Layer):
-    """Counts its runs in its class, whose attributes a second run does not restore."""
-
-    calls: ClassVar = [0]
+    """Counts its runs where no second run is undone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls[0] = 0
+        self.calls = [0]
         self.explode_at = -1
 
     def forward(self, x: Tensor) -> Tensor:

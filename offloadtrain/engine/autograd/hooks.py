@@ -12,10 +12,9 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
-from types import CellType, CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -140,28 +139,6 @@ def outside_transforms(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
 
     return wrapper
-
-
-def names_of(cls: Any) -> list[tuple[Mapping[str, Any], set[str]]]:
-    """Return (globals and closure variables, names in the code) of the forward of a class, and of
-    each function and method in the same file that it calls."""
-    functions: list[FunctionType] = [cls.forward] if isinstance(cls.forward, FunctionType) else []
-    named = []
-    for function in functions:  # grows
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        closure = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-        codes, names = [function.__code__], set(closure)
-        for code in codes:  # grows
-            codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-            names.update(code.co_names)
-        scope: Mapping[str, Any] = ChainMap(closure, function.__globals__)
-        named.append((scope, names))
-        for name in names:
-            called = scope.get(name, getattr(cls, name, None))
-            if isinstance(called, FunctionType) and called not in functions:
-                is_near = name in closure or called.__globals__ is function.__globals__
-                functions += [called] if is_near else []
-    return named
 
 
 def has_ended(frame: FrameType | None) -> bool:

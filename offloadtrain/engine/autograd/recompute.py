@@ -22,11 +22,10 @@ same backward raises torch's error. Weights get no placeholder: they are handles
 [Note: Random numbers of the second run]
 torch's checkpoint restores torch's global generators. A layer may also draw from Python's
 `random`, NumPy's global generator, and generators among the attributes of its modules and its
-arguments, in objects reachable from these, and among the globals that a forward names. If the
-second run drew new numbers, the gradient would belong to another dropout mask or another depth than
-the loss. So the states are read before the first run, set for the second run, and restored after
-it. The two global states are large. They are read after the first run as well: if it has not drawn
-from a generator, the second run will not either.
+arguments. If the second run drew new numbers, the gradient would belong to another dropout mask or
+another depth than the loss. So the states are read before the first run, set for the second run,
+and restored after it. The two global states are large. They are read after the first run as well:
+if it has not drawn from a generator, the second run will not either.
 
 [Note: Rewound inputs]
 A forward may write into its inputs: a key-value cache grows, a dict collects results. A
@@ -36,14 +35,12 @@ the objects get back their state from before the second run, so that it leaves n
 references are recorded, no values are copied. A tensor that was changed in place cannot be
 restored: that raises an error.
 
-The same holds for the state of modules: their attributes (the last state of a recurrence), objects
-reachable from these (a dict of counters), and buffers. Buffers and tensors among the attributes are
-changed in place (running statistics, power iterations), some kernels of torch do so without a new
-version, and the second run may read them. Those that a forward changes are therefore copied before
-its first run; the second run gets a copy of that copy. To detect them, the first forward in each
-combination of train and eval modes and of attributes copies and compares all of them; if it changes
-one tensor of a module, all tensors of that module count as changed. A tensor inside a list, dict or
-other object is not copied: a forward that changes it raises an error.
+The same holds for the state of modules: their attributes (the last state of a
+recurrence) and buffers. Buffers are changed in place (running statistics, power iterations), some
+kernels of torch do so without a new version, and the second run may read them. Those that a
+forward changes are therefore copied before its first run; the second run gets a copy of that copy.
+To detect them, the first forward in each combination of train and eval modes copies and compares
+all buffers.
 """
 
 from __future__ import annotations
@@ -57,10 +54,10 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple
@@ -72,7 +69,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.engine.autograd.hooks import Passthrough, ReplacedForward, Watcher, names_of
+from offloadtrain.engine.autograd.hooks import Passthrough, ReplacedForward, Watcher
 from offloadtrain.engine.autograd.saved_tensors import Hooks, Kept, PassedOn, PassOn, unpack
 from offloadtrain.engine.autograd.selective import Policy, Selection
 
@@ -184,53 +181,10 @@ def _generators(numpy: Any) -> dict[type, _Kind]:
 
 
 _LEAVES = (
-    *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module),
+    *(str, bytes, int, float, complex, type(None), Enum, type, nn.Module, torch.Generator),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(partial, weakref.ref, weakref.ProxyType, Tensor),
 )
 """Types that are not traversed: constants, code, weak references, modules, and tensors."""
-_LIBRARIES = frozenset(("torch", "offloadtrain", "accelerate", "lightning", "logging", "threading"))
-"""Packages whose objects are not traversed either, except containers and generators."""
-
-
-@cache
-def _is_leaf(cls: type) -> bool:
-    """Return True if objects of a type have no state that a forward may change."""
-    if issubclass(cls, _LEAVES):
-        return True
-    # Configurations of transformers: every layer refers to one, with some sixty attributes.
-    if cls.__module__.rpartition(".")[2].startswith("configuration_"):
-        return True
-    is_container = issubclass(cls, tuple | frozenset | list | deque | set | dict)
-    is_generator = cls in _generators(sys.modules.get("numpy.random"))
-    return cls.__module__.split(".")[0] in _LIBRARIES and not (is_container or is_generator)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Names of the attributes that every module has."""
-
-
-@lru_cache(1024)
-def _objects_among(names: tuple[str, ...], classes: tuple[type, ...]) -> list[int]:
-    """Return the positions of the attributes whose objects a forward may change. Cached: equal
-    layers have equal attributes."""
-    attributes = enumerate(zip(names, classes, strict=True))
-    return [i for i, (name, cls) in attributes if name not in _OF_MODULES and not _is_leaf(cls)]
-
-
-_Global = tuple[Mapping[str, Any], str]
-"""(scope, name) of a global or of a closure variable."""
-
-
-def _named_generators(cls: Any) -> list[_Global]:
-    """Return the generators that the forward of a class of modules names."""
-    kinds = _generators(sys.modules.get("numpy.random"))
-    return [
-        (scope, name)
-        for scope, names in names_of(cls)
-        for name in filter(scope.__contains__, names)
-        if type(scope[name]) in kinds
-    ]
 
 
 class RewindError(OffloadTrainError):
@@ -259,31 +213,23 @@ class BufferCopy(NamedTuple):
         return is_registered and not fake and not torch.equal(self.buffer, self.value)
 
 
-_Modes = tuple[tuple[bool, ...], object]
-"""Train mode of each module; names and types of the attributes."""
+_Modes = tuple[bool, ...]
+"""Train mode of each module that has buffers."""
 
 
 class BufferChanges:
-    """The buffers and tensor attributes that the forward of a module changes in place, in the
-    module and its submodules."""
+    """The buffers that the forward of a module and its submodules changes in place."""
 
     def __init__(self) -> None:
         self._changing: dict[_Modes, list[Place]] = {}
 
-    def copies(
-        self, modules: Sequence[nn.Module], attributes: _Attributes
-    ) -> tuple[_Modes, list[BufferCopy]]:
+    def copies(self, modules: Sequence[nn.Module]) -> tuple[_Modes, list[BufferCopy]]:
         """Copy the buffers and tensor attributes that a forward of `modules` may change."""
-        modes = tuple(module.training for module in modules), attributes.key
+        owners = [module for module in modules if module._buffers]
+        modes = tuple(module.training for module in owners)
         places = self._changing.get(modes)
         if places is None:
-            mappings = [mapping for m in modules for mapping in (m._buffers, vars(m))]
-            places = [
-                Place(mapping, name)
-                for mapping in mappings
-                for name, value in mapping.items()
-                if type(value) is Tensor and value.layout is torch.strided
-            ]
+            places = [Place(owner._buffers, name) for owner in owners for name in owner._buffers]
         buffers = [(place, place.buffers.get(place.name)) for place in places]
         copied = [
             BufferCopy(at, buffer, buffer.detach().clone())
@@ -297,7 +243,7 @@ class BufferChanges:
         modes, copied = copies
         if modes not in self._changing:
             # Waits for the device, once for each combination of modes. All buffers of a changed
-            # module count: the first update of one may leave its value as it was.
+            # module count: the first update of a buffer may leave its value as it was.
             owners = {id(saved.place.buffers) for saved in copied if saved.differs()}
             copied = [saved for saved in copied if id(saved.place.buffers) in owners]
             self._changing[modes] = [saved.place for saved in copied]
@@ -310,86 +256,52 @@ class Rewind:
     ones."""
 
     def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        modules: Iterable[nn.Module] = (),
-        shared: Iterable[_Global] = (),
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
     ) -> None:
-        """`shared`: generators that the modules' forwards name."""
         self.copies: list[BufferCopy] = []
         """Buffers that the first run changes in place, with their values before that run."""
         self._noted: list[tuple[Any, _Kind, Any]] = []
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         """Tensors and their versions. Weak: the inputs may be offloaded until backward."""
-        self._held: list[tuple[weakref.ref[Tensor], int]] = []
-        """Tensors inside objects that are attributes of the modules, and their versions."""
         # Also keeps the objects alive, so that no id is reused.
         visited: dict[int, Any] = {}
-        self._note([*args, *kwargs.values()], visited, self._tensors)
-        # Parameters are replaced in forwards of torch.func.functional_call.
-        mappings = [each for m in modules for each in (vars(m), m._buffers, m._parameters)]
-        self.attributes = attributes = _Attributes.read(mappings)
-        self._noted.append((mappings, _ATTRIBUTES, attributes))
-        objects = [attributes.values[i] for i in _objects_among(*attributes.key)]
-        objects += [scope[name] for scope, name in shared if name in scope]
-        if objects:
-            # Buffers in a list as well: `BufferChanges` copies them.
-            visited |= {id(value): value for value in attributes.values if type(value) is Tensor}
-        self._note(objects, visited, self._held)
-        numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
-        self._global = [(state, _GLOBAL, state.read()) for state in _global_states(numpy)]
-        """The global generators that the first run may draw from."""
-
-    def _note(
-        self,
-        todo: list[Any],
-        visited: dict[int, Any],
-        tensors: list[tuple[weakref.ref[Tensor], int]],
-    ) -> None:
-        """Record the state of all objects reachable from `todo`; append their tensors to
-        `tensors`."""
-        generators = _generators(sys.modules.get("numpy.random"))
+        todo = [*args, *kwargs.values()]
         while todo:
             obj = todo.pop()
-            cls: Any = type(obj)
-            if id(obj) in visited or (_is_leaf(cls) and not isinstance(obj, Tensor)):
+            if isinstance(obj, _LEAVES) or id(obj) in visited:
                 continue
             visited[id(obj)] = obj
             if isinstance(obj, Tensor):
                 if not obj.is_inference():
-                    tensors.append((weakref.ref(obj), obj._version))
+                    self._tensors.append((weakref.ref(obj), obj._version))
             elif isinstance(obj, tuple | frozenset):
                 todo += obj
-            elif kind := generators.get(cls):
-                self._noted.append((obj, kind, kind.read(obj)))
             else:
                 todo += [vars(obj)] if hasattr(obj, "__dict__") else []
-                of_type = (kind for base, kind in _CONTAINERS if isinstance(obj, base))
+                of_type = (kind for cls, kind in _CONTAINERS if isinstance(obj, cls))
                 if kind := next(of_type, _SLOTS if _slots(obj) else None):
                     references = kind.read(obj)
                     self._noted.append((obj, kind, references))
                     todo += references
+        # `torch.func.functional_call` replaces parameters within a forward.
+        mappings = [each for m in modules for each in (vars(m), m._buffers, m._parameters)]
+        attributes = _Attributes.read(mappings)
+        self._noted.append((mappings, _ATTRIBUTES, attributes))
+        numpy = sys.modules.get("numpy.random")  # not imported: has not drawn
+        kinds, values = _generators(numpy), (*args, *kwargs.values(), *attributes.values)
+        # Usually there is none; this check needs no Python loop.
+        if not kinds.keys().isdisjoint(map(type, values)):
+            generators = [(obj, kinds[type(obj)]) for obj in values if type(obj) in kinds]
+            self._noted += [(obj, kind, kind.read(obj)) for obj, kind in generators]
+        self._global = [(state, _GLOBAL, state.read()) for state in _global_states(numpy)]
+        """The global generators that the first run may draw from."""
 
     def tensors(self) -> list[Tensor]:
         """Return the live tensors that are reachable from the arguments."""
         return [tensor for ref, _ in self._tensors if (tensor := ref()) is not None]
 
-    def end_first_run(self, name: str) -> None:
-        """The first run is over: drop the global generators that it has not drawn from.
-
-        Raises:
-            RewindError: the module `name` has changed a tensor that cannot be restored.
-        """
-        for ref, version in self._held:
-            tensor = ref()
-            if tensor is not None and tensor._version != version:
-                raise RewindError(
-                    f"'{name}', whose forward runs again in backward, has changed a tensor of "
-                    f"shape {tuple(tensor.shape)} in place that it keeps inside of a list, dict or "
-                    "other object: the second run would change it once more. Keep it by "
-                    "register_buffer or as an attribute of the module, or set activation = 'keep'"
-                )
+    def forget_unused(self) -> None:
+        """The first run is over: drop the global generators that it has not drawn from."""
         self._global = [entry for entry in self._global if entry[0].read() is not entry[2]]
 
     @contextmanager
@@ -427,26 +339,24 @@ class _Attributes(NamedTuple):
     attributes, and Python loops over them would take most of a recompute's time."""
 
     sizes: list[int]
-    key: tuple[tuple[str, ...], tuple[type, ...]]
-    """The names and the types of the values."""
+    names: list[str]
     values: list[object]
 
     @classmethod
     def read(cls, mappings: Sequence[dict[str, Any]]) -> _Attributes:
-        values = [*chain.from_iterable(map(dict.values, mappings))]
-        key = tuple(chain.from_iterable(mappings)), tuple(map(type, values))
-        return cls([*map(len, mappings)], key, values)
+        values = chain.from_iterable(map(dict.values, mappings))
+        return cls([*map(len, mappings)], [*chain.from_iterable(mappings)], [*values])
 
     def write(self, mappings: Sequence[dict[str, Any]]) -> None:
-        items = zip(self.key[0], self.values, strict=True)
+        items = zip(self.names, self.values, strict=True)
         for mapping, size in zip(mappings, self.sizes, strict=True):
             before = dict(islice(items, size))
             if [*mapping] != [*before] or not all(map(is_, mapping.values(), before.values())):
                 _clear_and_update(mapping, before)
 
     def is_same(self, now: _Attributes) -> bool:
-        """Tell whether `now` has the same objects under the same names."""
-        are_named_alike = self.sizes == now.sizes and self.key[0] == now.key[0]
+        """Return True if `now` has the same objects under the same names."""
+        are_named_alike = self.sizes == now.sizes and self.names == now.names
         return are_named_alike and all(map(is_, self.values, now.values))
 
 
@@ -675,8 +585,6 @@ class Recomputed(ReplacedForward):
         """The module and its submodules at the last call of `_find_modules`."""
         self._children: list[nn.Module | None] = []
         """Their children at that time."""
-        self._globals: list[_Global] = []
-        """Generators that their forwards name."""
 
     def _find_modules(self) -> list[nn.Module]:
         """Return the module and its submodules. Searching in each run would take longer than
@@ -685,8 +593,6 @@ class Recomputed(ReplacedForward):
         if not self._modules or not _are_same(children, self._children):
             self._modules = list(self._module.modules())
             self._children = [*chain.from_iterable([m._modules.values() for m in self._modules])]
-            classes = dict.fromkeys(map(type, self._modules))
-            self._globals = [*chain.from_iterable(map(_named_generators, classes))]
         return self._modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -700,17 +606,17 @@ class Recomputed(ReplacedForward):
                 "torch.compile(module.forward) before it"
             )
         modules = self._find_modules()
-        inputs = Rewind(args, kwargs, modules, self._globals)
+        inputs = Rewind(args, kwargs, modules)
         selection = None if self._policy is None else Selection(self._policy)
         run = _Runs(self._name, partial(self._run, selection or nullcontext()), inputs)
-        copies = self._changes.copies(modules, inputs.attributes)
+        copies = self._changes.copies(modules)
         output = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if run.failed is not None:
             try:
                 raise run.failed
             finally:
-                run.failed = None  # its traceback holds this frame: a cycle, of activations too
-        inputs.end_first_run(self._name)
+                run.failed = None  # its traceback references this frame: a cycle
+        inputs.forget_unused()
         inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
         return output

@@ -93,11 +93,11 @@ def open_saved(path: Path) -> SavedRun:
         ConfigError: there is no run, or it has no checkpoint.
         CheckpointError: no checkpoint is valid.
     """
+    require_path(path)
     if (path / MANIFEST).is_file():
         verified = checkpoint.verify(path)
         require_run_state(verified)
         return _of(verified)
-    require_path(path)
     if not is_run(path):
         raise ConfigError(
             f"{path} is neither a run folder (it has no folder checkpoints) nor a checkpoint (it "

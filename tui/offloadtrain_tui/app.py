@@ -334,7 +334,7 @@ class Monitor(App[None]):
         if numbers and answer.strip().isdigit():
             step = int(answer)
             nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
-            self.change(replace(self.shown, cursor=nearest))
+            self._go_to(replace(self.shown, cursor=nearest))
 
     def action_zoom(self, by: int) -> None:
         self.change(self.shown.zoomed(by))

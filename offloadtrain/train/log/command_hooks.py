@@ -68,9 +68,11 @@ class CommandHooks:
 
     def close(self) -> None:
         """Wait for the commands, for at most twice the limit; the others are dropped."""
-        left = wait(self._commands, 2 * self._limit_s).not_done
-        for command in left:
-            command.cancel()
+        try:
+            left = wait(self._commands, 2 * self._limit_s).not_done
+        finally:
+            # Also after Ctrl-C: Python would run the waiting commands before it exits.
+            self._pool.shutdown(wait=False, cancel_futures=True)
         if left:
             self._fail("train.on_alert", "commands were still waiting at the end, and are dropped")
 

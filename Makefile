@@ -8,9 +8,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Passes on what a command prints, and fills silences.
 WATCH := $(PYTHON) tools/watch.py
-# Two processes, which take a test from each other's end when they have none left. What they and the
-# commands that they start have compiled is kept, wherever the environment says otherwise.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three processes, which take a test from each other's end when they have none left: on two cores a
+# third one works while others wait. What they and the commands that they start have compiled is
+# kept, wherever the environment says otherwise.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 .DEFAULT_GOAL := help

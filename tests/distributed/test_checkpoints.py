@@ -127,7 +127,7 @@ def raise_no_space(fd: int, data: bytes, offset: int) -> int:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_fail_to_save_fail_together(ranks: Run, tmp_path: Path, rank: int) -> None:
     for message in ranks(2, message_of_save, tmp_path, rank, "full disk"):
         assert f"rank {rank}: " in message and "No space left" in message

@@ -152,7 +152,7 @@ def assert_plans_are_proved(division: Division, data: Path, options: Options) ->
 TRAINED = [
     case("zero", EVAL, level="quick"),
     case("zero on 4", EVAL | {"offload.zero_stage": 1}),
-    case("groups", EVAL | {"train.eval_batches": 8} | ZERO_3, level="quick"),
+    case("groups", EVAL | {"train.eval_batches": 8} | ZERO_3),
     case("groups", EVAL | {"train.eval_batches": 8} | DELAYED | STREAMED),
     case("groups and one group", EVAL),
     case("groups of stages", NO_EVAL, level="long"),

@@ -68,7 +68,7 @@ CASES = [
     case(2, "chain", ZERO_1, {"precision": "fp32"}, lanes="threads"),
     case(2, "chain", ZERO_2, FP16, lanes="seeded"),
     case(2, "chain", ZERO_3, FP16, lanes="late"),
-    case(2, "chain", ZERO_3, lanes="threads", quick=True),
+    case(2, "chain", ZERO_3, lanes="threads"),
     case(2, "chain", ZERO_1, lanes="late"),
     case(2, "chain", ZERO_3, {"precision": "fp32"}, lanes="seeded"),
     # Update modes and clipping.
@@ -76,7 +76,7 @@ CASES = [
     case(2, "two heads", ZERO_1, SPECULATIVE, steps=6, lanes="seeded"),
     case(2, "two heads", ZERO_2, EARLY, steps=6, lanes="threads"),
     case(2, "chain", ZERO_3, SUMMED, EARLY, steps=6, lanes="seeded"),
-    case(2, "chain", ZERO_3, {"update": "speculative", "clip_norm": 0.1}, steps=6, quick=True),
+    case(2, "chain", ZERO_3, {"update": "speculative", "clip_norm": 0.1}, steps=6),
     case(2, "chain", ZERO_1, SUMMED, {"clip_norm": None}, clips=(0.3,)),
     case(2, "tied", ZERO_3, {"update": "speculative"}, clips=(0.3, 0.2), lanes="threads"),
     case(2, "chain", ZERO_3, FP16, {"clip_norm": None}, clips=(0.3, 0.2)),
@@ -96,7 +96,7 @@ CASES = [
     case(2, "experts", ZERO_3, HOST, SELECTIVE),
     # Each rank routes its own tokens, and none waits for the choice of another.
     case(2, "experts", ZERO_2, SUMMED, RECOMPUTE),
-    case(2, "experts", ZERO_3, HOST, RECOMPUTE, quick=True),
+    case(2, "experts", ZERO_3, HOST, RECOMPUTE),
     case(2, "experts", ZERO_3, RECOMPUTE, {"recompute_blocks": 1}, lanes="threads"),
     case(2, "routed", SUMMED, steps=6, lanes="threads", quick=True),
     case(4, "routed", SPECULATIVE, steps=6),

@@ -100,8 +100,14 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = ("clipped, fp32", "some sums on the device", "streamed", "speculative, wrong", "int8")
+
+
 @pytest.mark.cover(1, levels.ALL)
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLACEMENTS],
+)
 @pytest.mark.parametrize("late", [False, True], ids=["drawn", "late"])
 def test_promoted_and_moved_back(name: str, late: bool, device: Device) -> None:
     """Three epochs: all state on the host, some on the device, all on the host again."""

@@ -96,7 +96,10 @@ def message_of_another_step(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "differs"),
-    [("hyperparameters", "hyperparameters"), ("gradient", "the sums of squares")],
+    [
+        ("hyperparameters", "hyperparameters"),
+        pytest.param("gradient", "the sums of squares", marks=pytest.mark.slow),
+    ],
 )
 def test_a_group_that_would_make_another_update_is_named(
     own_ranks: Run, what: str, differs: str

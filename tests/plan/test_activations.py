@@ -81,7 +81,7 @@ def ratio(config: Config) -> float:
     return activations(place(config), on_cpu=True).total / most_allocated(config)
 
 
-@pytest.mark.cover(1, 2)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "selective", "offload"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_so_do_other_options(
         traced_microbatch.cache_clear()
 
 
-@pytest.mark.cover(1, 2)
+@pytest.mark.cover(0, 2)
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_documents_apart_take_what_is_planned(shape: str, policy: str) -> None:

@@ -200,6 +200,7 @@ def test_selective_recompute_is_planned_between_keeping_and_recompute() -> None:
     assert f"of {100 * again.prediction.forward_again:.0f} % of the forward" in report.text(again)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 def test_compiled_layers_are_planned_by_their_budget() -> None:
     h100 = find("h100")[1]

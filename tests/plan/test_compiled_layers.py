@@ -40,7 +40,7 @@ MEASURED_MIB = {
     (0.3, "tensorwise"): 624,
     (1.0, "tensorwise"): 2116,
 }
-QUICK = [(1.0, "off"), (0.3, "tensorwise")]
+QUICK = [(0.3, "tensorwise")]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,20 @@ def buckets(numels: list[int], size: int, name: str, dtype: torch.dtype):  # typ
     ]
 
 
-@pytest.mark.parametrize(("kind", "size", "backend"), levels.array(NARROW, [2, 3, 5], BACKENDS))
+COMPILED_SLOWLY = [backend for backend in BACKENDS if backend.name == "numba"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "backend"),
+    [
+        *levels.array(NARROW, [2, 3, 5], [b for b in BACKENDS if b not in COMPILED_SLOWLY]),
+        *(
+            pytest.param(kind, 3, backend, marks=pytest.mark.slow)
+            for kind in NARROW
+            for backend in COMPILED_SLOWLY
+        ),
+    ],
+)
 def test_stochastic_rounding_does_not_know_of_shards(
     kind: tuple[str, torch.dtype], size: int, backend: Backend
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_layer_saves_what_an_h100_has_measured(case: tuple[float, str], mib: i
         assert kept - trace(again).activations.saved == saved, "torch's own choice has no budget"
 
 
+@pytest.mark.slow
 def test_planned_peaks_are_those_of_results_files() -> None:
     """Of each step on a GPU within 5 %: torch's peak of allocated memory."""
     compared = 0

@@ -34,7 +34,7 @@ from offloadtrain.step.program.places import BucketRefs
 
 
 class DiskPath:
-    """Gives slots to buckets whose state is on the disk; does nothing for other buckets.
+    """Gives slots to buckets whose state is on the disk.
 
     Attributes:
         count: number of slots.
@@ -48,8 +48,8 @@ class DiskPath:
         self._next = 0
 
     def read(self, bucket: BucketRefs) -> None:
-        """Launch the read of state on the disk into a slot, unless it has a slot."""
-        if not bucket.state_files or bucket in self._slots:
+        """Launch the read of a bucket's state into a slot, unless it has a slot."""
+        if bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -68,9 +68,8 @@ class DiskPath:
         """Launch the write of new state from its slot to the file."""
         # disk_write, during the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
-        if file := bucket.state_files:
-            state = bucket.state()
-            self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
+        state, file = bucket.state(), bucket.state_files
+        self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
 
     def forget(self) -> None:
         """The lanes are idle, and the files may change outside of them."""
@@ -100,7 +99,8 @@ class SavePath:
     def save(self) -> None:
         """Launch the writes of all state, and the copies into the spill that some of them read."""
         for bucket in self._trained:
-            self._disk.read(bucket)
+            if bucket.state_files:
+                self._disk.read(bucket)
             # Writes end where the spill starts. They still read all of a field, because a window of
             # the file may extend into the spilled end.
             ends = {part.field: part.lo for part in bucket.spilled}
@@ -129,7 +129,8 @@ class SavePath:
     def average(self) -> None:
         """Launch reads of the masters for a moving average."""
         for bucket in self._trained:
-            self._disk.read(bucket)
+            if bucket.state_files:
+                self._disk.read(bucket)
             # State on the host: on the lane of the updates, after all of them, during the next
             # forward. State on the device: during its next steps; the bucket's next update waits.
             lane = Lane.HOST if bucket.lane is Lane.HOST else Lane.WRITE

@@ -18,7 +18,7 @@ arrives last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from offloadtrain.step.layout.block_spec import BucketSpec
 from offloadtrain.step.layout.buffers import BufferKey, BufferTable, Memory
@@ -212,7 +212,8 @@ class GradientPath:
             last: this is the last micro-step of the step.
         """
         is_final = last and complete
-        self._mark(gradient)
+        if gradient.marks is not None:
+            self._mark(gradient, gradient.marks)
         # A single piece is squared while it is added, which saves a pass over host memory.
         measured = is_final and self._accumulates and len(gradient.pieces) == 1
         measured = measured and not gradient.rounds_sum
@@ -267,11 +268,15 @@ class GradientPath:
             self._bring_down(gradient, gradient.separate_sum)
         gradient.arrived = is_final
 
-    def complete(self, gradients: Sequence[GradientRefs]) -> None:
+    def complete(self, gradients: Iterable[GradientRefs]) -> None:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
+        marked = []
         for gradient in gradients:
+            if gradient.marks is not None:
+                marked.append(gradient.marks)
             if not gradient.touched:
-                self._mark(gradient)
+                if gradient.marks is not None:
+                    self._mark(gradient, gradient.marks)
                 if gradient.separate_sum is None:
                     self.slots.acquire(gradient, keep=False)
                 zeros = (gradient.summed,)
@@ -302,17 +307,18 @@ class GradientPath:
             if measured is not None:
                 self._order.host_wait(measured, "the gradient norm")
         # Ranks exchange next which experts are used.
-        for used in (gradient.marks for gradient in gradients if gradient.marks is not None):
+        for used in marked:
             if (known := self._order.last_write(used)) is not None:
                 self._order.host_wait(known, "the used experts")
 
-    def _mark(self, gradient: GradientRefs) -> None:
-        """Mark the experts whose gradients are about to be sent, if a step skips unused ones."""
+    def _mark(self, gradient: GradientRefs, used: Ref) -> None:
+        """Mark the experts whose gradients are about to be sent."""
+        first = not gradient.touched
         # Compute, between the kernels that made the gradients and the gather, which frees them.
         # The training thread has read the marks of the previous step.
-        if gradient.marks is not None:
-            name, marks, first = gradient.spec.name, (gradient.marks,), not gradient.touched
-            self._order.launch(Launch(Kind.MARK, Lane.COMPUTE, name, (), marks, first=first))
+        self._order.launch(
+            Launch(Kind.MARK, Lane.COMPUTE, gradient.spec.name, (), (used,), first=first)
+        )
 
     def _reduce(self, gradient: GradientRefs, staging: Ref, lo: int, hi: int) -> Ref:
         """Launch the reduction of a piece among ranks; returns this rank's part of the staging

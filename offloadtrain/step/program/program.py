@@ -83,7 +83,8 @@ class Program:
     def begin_pass(self, pinned: Collection[str] = ()) -> Operations:
         """A forward of the model is about to begin, or the step is over; `pinned`: see `use`."""
         self._activations.last = None  # no input was saved before the first of the next forward
-        self.streaming.restart(pinned)
+        if self.streaming.slots:
+            self.streaming.restart(pinned)
         return self._order.take()
 
     def use(self, block: str, pinned: Collection[str] = (), *, expected: bool = True) -> Operations:
@@ -201,7 +202,7 @@ class Program:
     def norm(self) -> Operations:
         """All gradients of the step have arrived: complete their sums of squares, which the
         launching thread can read after these operations."""
-        trained = [bucket.gradient for buckets in self._trained.values() for bucket in buckets]
+        trained = (bucket.gradient for buckets in self._trained.values() for bucket in buckets)
         self._gradients.complete(trained)
         return self._order.take()
 

@@ -123,7 +123,8 @@ class UpdatePath:
         """Launch the operations before `adam`, for matrices; see [Note: Matrices]."""
         if bucket.directions is None:
             return
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, while the device works on the matrices of the previous block. It waits for the last
@@ -131,7 +132,8 @@ class UpdatePath:
         self._order.launch(
             Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
         )
-        self._disk.write(bucket)
+        if bucket.state_files:
+            self._disk.write(bucket)
         for matrix in bucket.matrices:
             self._orthogonalize(bucket, bucket.directions, matrix)
         self._gradients.changed(bucket.gradient)
@@ -165,7 +167,8 @@ class UpdatePath:
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
         """Launch the update of a bucket, for matrices after `begin`; return where the new working
         weights are staged."""
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         self._gradients.acquire(bucket.gradient, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
@@ -186,7 +189,8 @@ class UpdatePath:
         )
         self._gradients.used(bucket.gradient)
         self._keep_weight(bucket, staged)
-        self._disk.write(bucket)
+        if bucket.state_files:
+            self._disk.write(bucket)
         return staged
 
     def _keep_weight(self, bucket: BucketRefs, staged: Ref) -> None:
@@ -228,7 +232,8 @@ class UpdatePath:
         if renewed:
             self._order.operations.append(Renew(block))
             # A slot still holds the old weights: the next use must load the new ones.
-            self._streaming.drop(block)
+            if self._streaming.slots:
+                self._streaming.drop(block)
 
     def enter_version(self, blocks: Iterable[BlockRefs], by: int) -> None:
         """Let parameters be the version of the weights that compute reads from here on; `by`: see
@@ -345,7 +350,8 @@ class UpdatePath:
         # The weights that loads read are those in the state's file.
         if bucket.source_kind is Memory.STATE_FILE:
             return bucket.load_source
-        self._disk.read(bucket)
+        if bucket.state_files:
+            self._disk.read(bucket)
         # The new weights may lie over the gradient, which nothing needs any more.
         self._gradients.acquire(bucket.gradient, keep=False)
         staged = self._staged(bucket)

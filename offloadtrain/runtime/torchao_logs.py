@@ -1,14 +1,19 @@
 """Hides two log messages of every import of torchao, which transformers imports too.
 
-Users can do nothing about them: an extension of torchao for other GPUs was not loaded, and torch
-has deprecated a function that torchao calls. Other messages of both loggers are shown.
+Users can do nothing about them: an extension of torchao for other GPUs (`_C_mxfp8`, and not `_C`)
+was not loaded, and torch has deprecated a function that torchao calls. Other messages of both
+loggers are shown.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 
-_DROPPED = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass "}
+_DROPPED = {
+    "torchao": re.compile(r"Failed to load \S*/_C_"),
+    "torch.utils._pytree": re.compile("%s is an Enum subclass "),
+}
 """Logger → beginning of its message, before arguments are formatted."""
 
 
@@ -19,4 +24,4 @@ def drop_import_messages() -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_DROPPED[record.name])
+    return not _DROPPED[record.name].match(str(record.msg))

@@ -300,13 +300,10 @@ class Trainer:
             if not report.skipped:
                 raise self.saving.spoilt(f"the loss of step {number} is {loss}", self.progress)
         elif report.skipped and self._context.precision != "fp16":
-            why = (
-                f": the gradient norm is {report.grad_norm}, since the gradients of "
-                f"{report.named_nonfinite} are not finite"
-            )
-            if (count := self.progress.skipped_in_a_row) > 1:
-                why = f" again, {count} times in a row"
-            self._log.warn("step-skipped", f"step {number} was skipped{why}", number)
+            count = self.progress.skipped_in_a_row
+            times = f", {count} times in a row" if count > 1 else ""
+            problem = f"the gradients of {report.named_nonfinite} are not finite"
+            self._log.warn("step-skipped", f"step {number} was skipped{times}: {problem}", number)
         if self.progress.skipped_in_a_row >= MAX_SKIPS:
             self.saving.save(self.progress)
             why = spike or (

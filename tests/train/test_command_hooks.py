@@ -75,13 +75,15 @@ def test_an_alert_runs_its_command_when_it_is_raised(tmp_path: Path) -> None:
     assert first == "'alert', 'not-finite', 'error', '7', 'nan']"
     assert second == f"'alert', 'not-finite', 'error', '7', 'x{SHOWN}{SHOWN}[31m$(touch y) ']"
     assert warnings == []
-    job = with_commands(tmp_path, on_alert=("/nowhere/x",))
-    hooks = CommandHooks(job, tmp_path, warnings.append)
-    for _ in range(3):
-        hooks.alert(alert())
-    hooks.close()
-    (message,) = warnings
-    assert "/nowhere/x: cannot be run: No such file or directory" in message
+    for command, problem in (("/nowhere/x", "No such file or directory"), ("a\0", "null byte")):
+        warnings.clear()
+        job = with_commands(tmp_path, on_alert=(command,))
+        hooks = CommandHooks(job, tmp_path, warnings.append)
+        for _ in range(3):
+            hooks.alert(alert())
+        hooks.close()
+        (message,) = warnings
+        assert f"{command}: cannot be run: " in message and problem in message
 
 
 @pytest.mark.slow

@@ -615,8 +615,8 @@ class Dependencies:
         return event
 
     def _is_covered(self, event: Event, events: Sequence[Event]) -> bool:
-        """Return True if a wait for another of the events covers this event. If two cover each
-        other, the one with the smaller clock is covered, or the second."""
+        """Return True if a wait for a different event in `events` covers this event. If two events
+        cover each other, the event with the smaller clock counts as covered, else the second."""
         place = sum(event.clock), -events.index(event)
         return any(
             self._covers(other, event)

@@ -69,17 +69,18 @@ class CommandHooks:
     def close(self) -> None:
         """Wait for the commands, for at most twice the limit; the others are dropped."""
         try:
-            left = wait(self._commands, 2 * self._limit_s).not_done
+            unfinished = wait(self._commands, 2 * self._limit_s).not_done
         finally:
             # Also after Ctrl-C: Python would run the waiting commands before it exits.
             self._pool.shutdown(wait=False, cancel_futures=True)
-        if left:
+        if unfinished:
             self._fail("train.on_alert", "commands were still waiting at the end, and are dropped")
 
     def _add(self, key: str, command: tuple[str, ...], facts: Mapping[str, object]) -> None:
         if not command:
             return
-        if sum(not earlier.done() for earlier in self._commands) > _MOST_WAITING:
+        self._commands = [earlier for earlier in self._commands if not earlier.done()]
+        if len(self._commands) > _MOST_WAITING:
             self._fail(key, f"{_MOST_WAITING} commands are waiting already: this one is dropped")
             return
         variables = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
@@ -109,8 +110,8 @@ def _run(command: list[str], facts: Mapping[str, str], limit_s: float) -> str:
             stderr=quiet,
             start_new_session=True,
         )
-    except OSError as error:
-        return f"cannot be run: {error.strerror}"
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        return f"cannot be run: {getattr(error, 'strerror', None) or error}"
     try:
         code = process.wait(limit_s)  # only this thread waits
     except subprocess.TimeoutExpired:

@@ -89,6 +89,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return is_out_of_memory(error.__cause__)
 
 
+_reserve = [bytearray(4 << 20)]
+"""Address space for the message of `refusal`; its pages are never touched."""
+
+
 def refusal(error: object) -> str:
     """Return a message, for example "the host gives no more memory (can't start new thread): 68.0
     KiB is available (RLIMIT_AS = 943718400)".
@@ -96,6 +100,8 @@ def refusal(error: object) -> str:
     Args:
         error: an error for which `is_out_of_memory` is true, or a description of the event.
     """
+    # At the limit no further memory is available, not even to read /proc.
+    _reserve.clear()
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = next((x for x in lines if any(words in x for words in _REFUSALS)), lines[0])
     reason = line.strip().rpartition("DefaultCPUAllocator: ")[2][:200]

@@ -130,3 +130,29 @@ def test_a_real_rlimit_is_refused_with_the_owners(when: str) -> None:
     assert "needs 256.0 MiB of host memory" in done.stdout
     assert "Largest: master weights 256.0 MiB" in done.stdout
     assert ("RLIMIT_AS" in done.stdout) == (when == "before")
+
+
+AT_THE_LIMIT = """
+import resource, sys
+from offloadtrain.hardware.host_memory import refusal
+
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (1 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+taken = []
+for size in (1 << 16, 1 << 12, 1 << 8, 1 << 5):
+    try:
+        while True:
+            taken.append(bytearray(size))
+    except MemoryError as error:
+        last = error
+sys.stdout.write(refusal(last))
+"""
+
+
+def test_a_refusal_has_memory_for_its_message() -> None:
+    """Nothing else can be allocated, not even to read the limits."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_LIMIT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the host gives no more memory (MemoryError): " in done.stdout
+    assert "is available (RLIMIT_AS = " in done.stdout
